@@ -1,0 +1,1 @@
+"""What every backend shares: the memory budget, plans, accumulation rules and the workspace inside grad_weight."""

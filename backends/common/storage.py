@@ -1,0 +1,28 @@
+"""The workspace inside grad_weight: logits of tokens held where the gradient will be written.
+
+grad_weight has V * H elements and nobody reads it before the end, so the logits of up to H tokens fit inside, token
+index last: row v of a [V, n] view lies within row v of [V, H]. When the gradient is formed from them, block by block of
+vocabulary rows, a block is copied aside, multiplied, and written over. All tokens then add up inside one GEMM, and no
+memory is needed for the logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def capacity(total_dtype: torch.dtype, hidden: int, held: torch.dtype) -> int:
+    """How many tokens' logits of dtype ``held`` fit in a [V, hidden] tensor of dtype ``total_dtype``."""
+    return hidden * total_dtype.itemsize // held.itemsize
+
+
+def logits_inside(total: Tensor, tokens: int, held: torch.dtype) -> Tensor:
+    """A [V, tokens] view of dtype ``held`` into the storage of a contiguous [V, H] tensor.
+
+    Raises:
+        ValueError: More tokens than fit.
+    """
+    if tokens > capacity(total.dtype, total.shape[1], held):
+        raise ValueError(f"{tokens} tokens of {held} do not fit in rows of {total.shape[1]} {total.dtype}")
+    return total.view(held)[:, :tokens]

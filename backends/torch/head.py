@@ -1,0 +1,147 @@
+"""A linear head: blocks of its transformed logits, and its gradients from the logits' gradient.
+
+Logits are kept token index last, [V, n], so that a block of vocabulary rows of them fits inside the same rows of
+grad_weight (headmux.backends.common.storage).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headmux.backends.common.gemm import accumulate, is_native, operand, product, wide_dtype
+from headmux.backends.common.plan import Plan
+
+
+_MASKED = -1e30
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Hidden states, weight and bias, and how the logits are transformed.
+
+    Attributes:
+        input: [N, H], 0 in rows of tokens that do not count.
+        weight: [V, H].
+        bias: [V] or None.
+        dtype: dtype of the GEMMs' operands.
+        scale: Factor of the logits.
+        softcap: Bound of the scaled logits, or None.
+        temperature: Divisor of what comes out, a number or [N].
+    """
+
+    input: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    dtype: torch.dtype
+    scale: float
+    softcap: float | None
+    temperature: float | Tensor
+
+    @property
+    def wide(self) -> torch.dtype:
+        """dtype of logits and statistics."""
+        return wide_dtype(self.dtype)
+
+    @property
+    def widened(self) -> bool:
+        """Whether GEMM operands are copied to a wider dtype first."""
+        return not is_native(self.dtype, self.weight.device) or self.weight.dtype != self.dtype
+
+    def right(self, tokens: slice) -> Tensor:
+        """The [H, n] operand of these tokens, for ``logits``."""
+        return operand(self.input[tokens], self.dtype).t()
+
+    def divisor(self, tokens: slice) -> float | Tensor:
+        """The temperature of these tokens."""
+        return self.temperature[tokens] if isinstance(self.temperature, Tensor) else self.temperature
+
+    def logits(self, rows: slice, tokens: slice, right: Tensor, out: Tensor) -> Tensor:
+        """Transformed wide logits of a block, [rows, tokens], in ``out`` (at least that large, flat)."""
+        count = rows.stop - rows.start
+        z = out[: count * right.shape[1]].view(count, right.shape[1])
+        product(operand(self.weight[rows], self.dtype), right, out=z)
+        if self.bias is not None:
+            # -inf masks a class; a finite stand-in keeps differences of masked classes from becoming NaN
+            z += self.bias[rows, None].to(self.wide).clamp(min=_MASKED)
+        if self.softcap is not None:
+            z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
+        elif self.scale != 1.0:
+            z.mul_(self.scale)
+        divisor = self.divisor(tokens)
+        if isinstance(divisor, Tensor) or divisor != 1.0:
+            z.div_(divisor)
+        return z
+
+    def chain(self, tokens: slice) -> float | Tensor:
+        """d logit / d product, but for the softcap's factor."""
+        return self.scale / self.divisor(tokens)
+
+    def softcap_factor(self, z: Tensor, tokens: slice) -> Tensor:
+        """The softcap's part of d logit / d product, from transformed logits."""
+        assert self.softcap is not None
+        t = (z * (self.divisor(tokens) / self.softcap)).clamp_(-1.0, 1.0)
+        return t.square_().neg_().add_(1.0)
+
+
+class Gradients:
+    """Gradients of a head, summed over chunks of tokens.
+
+    Attributes:
+        total: [V, H], the running sum of grad_weight, in whose storage a first chunk's logits may lie; None if the
+            weight needs no gradient.
+    """
+
+    def __init__(
+        self, head: Head, needs: tuple[bool, ...], dtypes: tuple[torch.dtype, ...], total: Tensor | None, plan: Plan
+    ) -> None:
+        self._head, self._needs, self._dtypes, self._plan = head, needs, dtypes, plan
+        self.total = total
+        self._input = torch.empty_like(head.input, dtype=dtypes[0], memory_format=torch.contiguous_format) if needs[0] else None
+        self._bias: Tensor | None = None
+        self._first = True
+
+    def add(self, logit_gradient: Tensor, tokens: slice, *, inside: bool = False) -> None:
+        """Add a chunk. ``logit_gradient`` is [V, n]; with ``inside`` it lies in the storage of ``total``, and is lost."""
+        head, plan = self._head, self._plan
+        if self._input is not None:
+            self._input_gradient(logit_gradient, self._input[tokens])
+        if self._needs[2]:
+            found = logit_gradient.sum(1, dtype=head.wide)
+            self._bias = found if self._bias is None else self._bias.add_(found)
+        if self.total is not None and self._needs[1]:
+            accumulate(
+                self.total, logit_gradient, head.input[tokens], head.dtype, first=self._first, rows=plan.rows,
+                inside=inside,
+            )
+        self._first = False
+
+    def _input_gradient(self, logit_gradient: Tensor, out: Tensor) -> None:
+        head = self._head
+        native = is_native(head.dtype, out.device)
+        if native and logit_gradient.dtype == head.dtype:
+            weight = head.weight.to(head.dtype)
+            if out.dtype == head.dtype:
+                torch.mm(logit_gradient.t(), weight, out=out)
+            else:
+                out.copy_(product(logit_gradient.t(), weight))
+            return
+        total = out if out.dtype == head.wide else torch.empty_like(out, dtype=head.wide)
+        for i, rows in enumerate(self._plan.blocks(head.weight.shape[0])):
+            left = operand(logit_gradient[rows], head.dtype).t()
+            right = operand(head.weight[rows], head.dtype)
+            if i == 0:
+                product(left, right, out=total)
+            elif left.dtype == head.wide:
+                total.addmm_(left, right)
+            else:
+                torch.addmm(total, left, right, out_dtype=head.wide, out=total)
+        if total is not out:
+            out.copy_(total)
+
+    def result(self) -> tuple[Tensor | None, ...]:
+        """Gradients of input, weight and bias in their dtypes, None where not needed."""
+        weight = None if self.total is None or not self._needs[1] else self.total.to(self._dtypes[1])
+        return (self._input, weight, None if self._bias is None else self._bias.to(self._dtypes[2]))

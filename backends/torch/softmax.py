@@ -1,0 +1,309 @@
+"""Softmax over the vocabulary of a linear head: statistics per token, and gradients from them.
+
+Everything flce and linear_logp need of their logits is here. Blocks of wide logits are made, looked at, and either
+dropped or kept as exponentials e = exp(z - m), m being the token's largest logit of that block, in the operands' dtype:
+p = e * exp(m - lse) then needs no second look at the logits and no second exponential, and a rounded e holds z to 0.004
+in bf16 whatever the size of z, where a rounded z of 30 is off by 0.06.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headmux.backends.common.labels import Labels
+from headmux.backends.common.plan import Plan, pieces, plan
+from headmux.backends.common.storage import capacity, logits_inside
+from headmux.backends.torch.head import Gradients, Head
+
+# fp16 exponentials are scaled into the upper end of their range: the smallest kept is e^-26 instead of e^-16
+_FP16_GAIN = 2.0**14
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which statistics beside the logsumexp and the target's logit are needed.
+
+    Attributes:
+        entropy: The entropy.
+        best: The index of the largest logit.
+        smoothed: Sum over the vocabulary of the logits times these [V] weights; a float stands for equal ones.
+    """
+
+    entropy: bool = False
+    best: bool = False
+    smoothed: Tensor | float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Per token, in the wide dtype; None if not wanted. Finite for tokens with a label out of range."""
+
+    lse: Tensor
+    target_logit: Tensor
+    entropy: Tensor | None
+    best: Tensor | None
+    smoothed: Tensor | None
+
+    @classmethod
+    def joined(cls, parts: list[Statistics]) -> Statistics:
+        """The statistics of consecutive tokens."""
+        if len(parts) == 1:
+            return parts[0]
+        columns = [[getattr(p, f) for p in parts] for f in ("lse", "target_logit", "entropy", "best", "smoothed")]
+        return cls(*(None if c[0] is None else torch.cat(c) for c in columns))
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """The gradient of a token's loss with respect to its logit z_j, per token:
+
+    ``p_j * (softmax + entropy * log p_j) - smoothing * u_j - label * [j = y]``, u being ``Wanted.smoothed``.
+    """
+
+    softmax: Tensor
+    label: Tensor
+    entropy: Tensor | None = None
+    smoothing: Tensor | None = None
+
+
+CoefficientsOf = Callable[[Statistics, slice], Coefficients]
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Logits that a forward keeps for its backward in the storage of the future grad_weight."""
+
+    total: Tensor
+    held: Tensor
+    offsets: Tensor
+    statistics: Statistics
+
+
+class Softmax:
+    """The softmax of a head's logits, as one call needs it."""
+
+    def __init__(
+        self,
+        head: Head,
+        labels: Labels,
+        wanted: Wanted,
+        needs: tuple[bool, ...],
+        dtypes: tuple[torch.dtype, ...],
+        accum_dtype: torch.dtype | None,
+    ) -> None:
+        self.head, self.labels, self.wanted, self.needs, self.dtypes = head, labels, wanted, needs, dtypes
+        self.tokens, self.hidden = head.input.shape
+        self.vocabulary = head.weight.shape[0]
+        # where an exponential underflows the logit is lost, which only a softcap under smoothing would still need
+        self._as_logits = head.softcap is not None and wanted.smoothed is not None
+        self._held_dtype = head.wide if self._as_logits else head.dtype
+        self._gain = _FP16_GAIN if self._held_dtype == torch.float16 else 1.0
+        self._total_dtype = dtypes[1]
+        if accum_dtype is not None and self.tokens > self._capacity(dtypes[1]):
+            self._total_dtype = head.wide
+        self.plan: Plan = plan(
+            self.tokens,
+            self.vocabulary,
+            self.hidden,
+            wide_bytes=head.wide.itemsize,
+            held_bytes=self._held_dtype.itemsize,
+            device_type=head.weight.device.type,
+            widened=head.widened,
+        )
+
+    def _capacity(self, total_dtype: torch.dtype) -> int:
+        return capacity(total_dtype, self.hidden, self._held_dtype)
+
+    # ------------------------------------------------------------------------------------------------ forward
+
+    def statistics(self) -> Statistics:
+        """Statistics of every token, nothing kept."""
+        return Statistics.joined([self._look(tokens)[0] for tokens in pieces(self.tokens, self.plan.tokens)])
+
+    def can_keep(self) -> bool:
+        """Whether the forward can keep every token's logits for the backward without memory of its own."""
+        return self.needs[1] and self.tokens <= self._capacity(self._total_dtype)
+
+    def keep(self) -> Kept:
+        """Statistics of every token, and their logits inside the future grad_weight."""
+        total = self._new_total()
+        held = logits_inside(total, self.tokens, self._held_dtype)
+        statistics, offsets = self._look(slice(0, self.tokens), held)
+        return Kept(total, held, offsets, statistics)
+
+    def _new_total(self) -> Tensor:
+        return self.head.weight.new_empty((self.vocabulary, self.hidden), dtype=self._total_dtype)
+
+    def _look(self, tokens: slice, held: Tensor | None = None) -> tuple[Statistics, Tensor]:
+        """Statistics of these tokens and the offsets of their blocks; with ``held`` [V, n], keep what is looked at."""
+        if held is not None and held.shape[1] > self.plan.tokens:
+            parts = [
+                self._look(slice(tokens.start + c.start, tokens.start + c.stop), held[:, c])
+                for c in pieces(held.shape[1], self.plan.tokens)
+            ]
+            return Statistics.joined([s for s, _ in parts]), torch.cat([o for _, o in parts], dim=1)
+        head, wanted, rows_per_block = self.head, self.wanted, self.plan.rows
+        labels = self.labels[tokens]
+        right = head.right(tokens)
+        count = right.shape[1]
+        blocks = list(self.plan.blocks(self.vocabulary))
+
+        def per_block() -> Tensor:
+            return right.new_empty((len(blocks), count), dtype=head.wide)
+
+        buffer = right.new_empty(min(rows_per_block, self.vocabulary) * count, dtype=head.wide)
+        offsets, sums, at_label = per_block(), per_block(), per_block()
+        moments = per_block() if wanted.entropy else None
+        smoothed = per_block() if wanted.smoothed is not None else None
+        best = at_label.new_empty(at_label.shape, dtype=torch.int64) if wanted.best else None
+        starts = torch.arange(0, self.vocabulary, rows_per_block, device=right.device)
+        places = (labels.index - starts[:, None]).clamp_(0, rows_per_block - 1)
+        if len(blocks) > 1:
+            places[-1].clamp_(max=blocks[-1].stop - blocks[-1].start - 1)
+
+        for i, rows in enumerate(blocks):
+            z = head.logits(rows, tokens, right, buffer)
+            torch.gather(z, 0, places[i : i + 1], out=at_label[i : i + 1])
+            if best is not None:
+                torch.max(z, 0, out=(offsets[i], best[i]))
+                best[i] += rows.start
+            else:
+                torch.amax(z, 0, out=offsets[i])
+            if smoothed is not None:
+                self._smooth(z, rows, smoothed[i])
+            if held is not None and self._as_logits:
+                held[rows].copy_(z)
+            z.sub_(offsets[i])
+            if moments is not None:
+                e = torch.exp(z)
+                torch.sum(e, 0, out=sums[i])
+                torch.sum(z.clamp_(min=-1e4).mul_(e), 0, out=moments[i])
+            else:
+                e = z.exp_()
+                torch.sum(e, 0, out=sums[i])
+            if held is not None and not self._as_logits:
+                if self._gain == 1.0:
+                    held[rows].copy_(e)
+                else:
+                    torch.mul(e, self._gain, out=held[rows])
+
+        top = offsets.amax(0)
+        lse = top + (sums * torch.exp(offsets - top)).sum(0).log_()
+        entropy = None
+        if moments is not None:
+            entropy = (torch.exp(offsets - lse) * (sums * (lse - offsets) - moments)).sum(0)
+        if best is not None:
+            best = best.gather(0, offsets.max(0, keepdim=True).indices)[0] if len(blocks) > 1 else best[0]
+        label_block = torch.div(labels.index, rows_per_block, rounding_mode="floor")
+        return Statistics(
+            lse=lse,
+            target_logit=at_label.gather(0, label_block[None])[0],
+            entropy=entropy,
+            best=best,
+            smoothed=None if smoothed is None else smoothed.sum(0),
+        ), offsets
+
+    def _smooth(self, z: Tensor, rows: slice, out: Tensor) -> None:
+        weights = self.wanted.smoothed
+        if isinstance(weights, Tensor):
+            torch.mv(z.t(), weights[rows], out=out)
+        else:
+            torch.sum(z, 0, out=out)
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    def finish(self, kept: Kept, coefficients: CoefficientsOf) -> tuple[Tensor | None, ...]:
+        """Gradients from what a forward kept, which is consumed."""
+        every = slice(0, self.tokens)
+        gradients = Gradients(self.head, self.needs, self.dtypes, kept.total, self.plan)
+        self._to_gradient(kept.held, kept.offsets, kept.statistics, every, coefficients(kept.statistics, every))
+        gradients.add(kept.held, every, inside=True)
+        return gradients.result()
+
+    def gradients(self, coefficients: CoefficientsOf) -> tuple[Statistics, tuple[Tensor | None, ...]]:
+        """Statistics and gradients of every token in one pass over chunks of tokens."""
+        total = self._new_total() if self.needs[1] else None
+        gradients = Gradients(self.head, self.needs, self.dtypes, total, self.plan)
+        found = []
+        inside = 0 if total is None else min(self.tokens, self._capacity(total.dtype))
+        buffer: Tensor | None = None
+        for tokens in (*pieces(inside, max(1, inside)), *_after(inside, self.tokens, self.plan.chunk)):
+            count = tokens.stop - tokens.start
+            if total is not None and tokens.stop <= inside:
+                held = logits_inside(total, count, self._held_dtype)
+            else:
+                if buffer is None:
+                    buffer = self.head.input.new_empty(self.vocabulary * count, dtype=self._held_dtype)
+                held = buffer[: self.vocabulary * count].view(self.vocabulary, count)
+            statistics, offsets = self._look(tokens, held)
+            self._to_gradient(held, offsets, statistics, tokens, coefficients(statistics, tokens))
+            gradients.add(held, tokens, inside=tokens.stop <= inside)
+            found.append(statistics)
+        return Statistics.joined(found), gradients.result()
+
+    def _to_gradient(
+        self, held: Tensor, offsets: Tensor, statistics: Statistics, tokens: slice, by: Coefficients
+    ) -> None:
+        """Turn kept logits [V, n] into the gradient with respect to ``input @ weight.T``, in place."""
+        head = self.head
+        lse, chain = statistics.lse, head.chain(tokens)
+        factors = torch.exp(offsets - lse).div_(self._gain)
+        softmax = by.softmax * chain
+        plain = by.entropy is None and by.smoothing is None and head.softcap is None
+        if plain:
+            factors *= softmax
+        for i, rows in enumerate(self.plan.blocks(self.vocabulary)):
+            part = held[rows]
+            if plain:
+                part.mul_(factors[i])
+            else:
+                part.copy_(self._general(part, rows, factors[i], offsets[i], lse, tokens, by, chain))
+        labels = self.labels[tokens]
+        held.scatter_(0, labels.index[None], self._at_label(statistics, labels, tokens, by, chain)[None].to(held.dtype))
+
+    def _general(
+        self, part: Tensor, rows: slice, factor: Tensor, offset: Tensor, lse: Tensor, tokens: slice, by: Coefficients,
+        chain: float | Tensor,
+    ) -> Tensor:
+        head = self.head
+        wide = part.to(head.wide)
+        if self._as_logits:
+            z = wide
+            p = torch.exp(wide - lse)
+        else:
+            z = wide.div(self._gain).log_().add_(offset) if head.softcap is not None else None
+            p = wide * factor
+        g = p * by.softmax
+        if by.entropy is not None:
+            g.add_(torch.xlogy(p, p).mul_(by.entropy))
+        if by.smoothing is not None:
+            weights = self.wanted.smoothed
+            g.sub_(by.smoothing * weights[rows, None] if isinstance(weights, Tensor) else by.smoothing)
+        if z is not None and head.softcap is not None:
+            g.mul_(head.softcap_factor(z, tokens))
+        return g.mul_(chain)
+
+    def _at_label(
+        self, statistics: Statistics, labels: Labels, tokens: slice, by: Coefficients, chain: float | Tensor
+    ) -> Tensor:
+        """The gradient at each token's label, formed in the wide dtype before it is rounded."""
+        z = statistics.target_logit
+        logp = z - statistics.lse
+        p = logp.exp()
+        g = p * by.softmax - by.label
+        if by.entropy is not None:
+            g += torch.xlogy(p, p) * by.entropy
+        if by.smoothing is not None:
+            weights = self.wanted.smoothed
+            g -= by.smoothing * weights[labels.index] if isinstance(weights, Tensor) else by.smoothing
+        if self.head.softcap is not None:
+            g *= self.head.softcap_factor(z, tokens)
+        return g * chain
+
+
+def _after(start: int, stop: int, size: int) -> list[slice]:
+    return [slice(start + c.start, start + c.stop) for c in pieces(stop - start, size)]

@@ -1,0 +1,18 @@
+"""Which built-in backends the automatic choice tries, in which order.
+
+The order follows measurements of the same call on the same device (bench/results/); a backend earns an earlier place
+only by being faster there at no more memory. ``torch`` requires nothing and always ends the list.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from headmux.contract import Call
+
+
+def default_order(call: Call) -> tuple[str, ...]:
+    """Names of the built-in backends for this call, best first."""
+    del call  # no measurement separates ops or sizes yet: triton and cutedsl have no kernels to measure
+    return ("triton", "cutedsl", "torch")

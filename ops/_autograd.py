@@ -1,0 +1,391 @@
+"""The one place where kernels meet autograd, torch.compile and torch.func.
+
+Two ways lead to a backend. Eager calls go through two ``autograd.Function``s, the op and its gradient, whose
+second-order and forward-mode rules are those of the plain PyTorch reference. Under ``torch.compile``, ``torch.export``,
+and for fake and meta tensors the call is one opaque ``torch.library.custom_op``. Selection happens inside either body,
+so a change of the environment needs no recompile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from headmux import select
+from headmux.backends.common import budget
+from headmux.contract import Kernel, Upstream
+from headmux.ops import _reduction
+
+if TYPE_CHECKING:
+    from headmux.ops._op import Op
+
+Tensors = tuple["Tensor | None", ...]
+
+
+def apply(op: Op, args: Any, impl: str | None) -> Tensors:
+    """Run an op on checked arguments: its outputs in order, reduced where it reduces, None where not asked for."""
+    args = with_needs(op, args)
+    first = getattr(args, op.tensor_fields[0])
+    flat = [getattr(args, f) for f in (*op.tensor_fields, *op.static_fields)]
+    if torch.compiler.is_compiling() or first.is_meta or isinstance(first, FakeTensor):
+        found = op.raw(*flat, impl or "")
+    else:
+        found = _Forward.apply(op, impl, *flat)
+    outputs = iter(found)
+    return tuple(
+        None if not there else t if out.differentiable else t.detach()
+        for there, out in zip(op.present(args), op.outputs, strict=True)
+        for t in ([next(outputs)] if there else [None])
+    )
+
+
+def with_needs(op: Op, args: Any) -> Any:
+    """The arguments with the gradients that autograd will ask for."""
+    tensors = [getattr(args, f) for f in op.gradients]
+    on = torch.is_grad_enabled()
+    needs = tuple([on and t is not None and t.requires_grad for t in tensors])
+    return dataclasses.replace(args, needs=needs) if needs != args.needs else args
+
+
+def reduce_rows(op: Op, args: Any, rows: Tensors) -> Tensors:
+    """Outputs per token to the op's outputs: the weighted sum over tokens where it reduces."""
+    scale = _row_scale(args)
+    return tuple([
+        r if r is None or not out.reduced else _reduction.reduce(r, scale)
+        for out, r in zip(op.outputs, rows, strict=True)
+    ])
+
+
+def _row_scale(args: Any) -> Tensor | None:
+    return getattr(args, "row_scale", None)
+
+
+class _Box:
+    """What a forward leaves to its backward outside autograd's sight: the kernel, its residual and its budget.
+
+    The residual is given away once: kernels turn it into the gradients in place. A repeated backward makes a new one.
+    """
+
+    __slots__ = ("_residual", "_spent", "budget", "kernel")
+
+    def __init__(self, kernel: Kernel, residual: Any) -> None:
+        self.kernel = kernel
+        self.budget = budget.current()
+        self._residual = residual
+        self._spent = False
+
+    def take(self, args: Any) -> Any:
+        """The residual, from the forward or, if that was given away, from another forward."""
+        if self._spent:
+            return self.kernel.forward(args)[1]
+        residual, self._residual = self._residual, None
+        self._spent = residual is not None
+        return residual
+
+
+def _plain(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """No autocast: the op casts its operands itself."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
+def _forward(op: Op, args: Any, impl: str | None) -> tuple[list[Tensor], _Box]:
+    first = getattr(args, op.tensor_fields[0])
+    op.check_values(args)
+    kernel = select.select(op.call_of(args), impl).kernel
+    with _plain(first.device), torch.no_grad():
+        if first.shape[0] == 0:
+            rows: Tensors = tuple(
+                _empty_output(op, args, i, reduced=False) if there else None for i, there in enumerate(op.present(args))
+            )
+            return _given(reduce_rows(op, args, rows)), _Box(kernel, None)
+        rows, residual = kernel.forward(args)
+        return _given(reduce_rows(op, args, rows)), _Box(kernel, residual)
+
+
+def _backward(op: Op, args: Any, box: _Box, upstream: Sequence[Tensor | None]) -> list[Tensor]:
+    """Gradients of the roles in ``args.needs``; ``upstream`` has one entry for each output that is there."""
+    first = getattr(args, op.tensor_fields[0])
+    roles = [r for r, need in zip(op.gradients, args.needs, strict=True) if need]
+    if first.shape[0] == 0 or all(g is None for g in upstream):
+        return [torch.zeros_like(getattr(args, r), memory_format=torch.contiguous_format) for r in roles]
+    with _plain(first.device), budget.budget_bytes(box.budget), torch.no_grad():
+        found = box.kernel.backward(args, box.take(args), _upstream(op, args, upstream))
+        return [g for g, need in zip(found, args.needs, strict=True) if need and g is not None]
+
+
+def _upstream(op: Op, args: Any, given: Sequence[Tensor | None]) -> Upstream:
+    scale, valid = _row_scale(args), op.valid(args)
+    wide = torch.float64 if args.compute_dtype == torch.float64 else torch.float32
+    left = iter(given)
+    rows: list[Tensor | None] = []
+    scalar = None
+    for out, there in zip(op.outputs, op.present(args), strict=True):
+        g = next(left) if there else None
+        if g is None or not out.differentiable:
+            rows.append(None)
+            continue
+        g = g.to(wide)
+        if scale is not None and out.reduced:
+            scalar = g
+            g = scale * g
+        rows.append((g if valid is None else torch.where(valid, g, 0.0)).contiguous())
+    return Upstream(tuple(rows), scalar)
+
+
+def _given(values: Tensors) -> list[Tensor]:
+    return [v for v in values if v is not None]
+
+
+def _empty_output(op: Op, args: Any, index: int, *, reduced: bool) -> Tensor:
+    first = getattr(args, op.tensor_fields[0])
+    out = op.outputs[index]
+    wide = torch.float64 if args.compute_dtype == torch.float64 else torch.float32
+    shape = () if reduced and out.reduced and _row_scale(args) is not None else (first.shape[0],)
+    return first.new_empty(shape, dtype=torch.int64 if out.integer else wide)
+
+
+def _unflatten(op: Op, flat: Sequence[Any]) -> Any:
+    return op.args_type(**dict(zip((*op.tensor_fields, *op.static_fields), flat, strict=True)))
+
+
+def _narrowed(op: Op, flat: Sequence[Any], needs: Sequence[bool]) -> Any:
+    return dataclasses.replace(_unflatten(op, flat), needs=tuple(needs))
+
+
+# ---------------------------------------------------------------------------------------------------- eager
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(op: Op, impl: str | None, *flat: Any) -> tuple[Any, ...]:  # type: ignore[override]
+        outputs, box = _forward(op, _unflatten(op, flat), impl)
+        return (*outputs, box)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+        ctx.op, ctx.impl, *flat = inputs
+        *outputs, ctx.box = output
+        count = len(ctx.op.tensor_fields)
+        ctx.static = flat[count:]
+        ctx.save_for_backward(*flat[:count])
+        ctx.save_for_forward(*flat[:count])
+        args = _unflatten(ctx.op, flat)
+        there = [out for out, p in zip(ctx.op.outputs, ctx.op.present(args), strict=True) if p]
+        ctx.mark_non_differentiable(*[o for o, out in zip(outputs, there, strict=True) if not out.differentiable])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        op: Op = ctx.op
+        count = len(op.gradients)
+        needs = tuple(ctx.needs_input_grad[2 : 2 + count])
+        upstream = grads[:-1]
+        found = _Backward.apply(op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static)
+        return (None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - count))
+
+    @staticmethod
+    def jvp(ctx: Any, _op: None, _impl: None, *tangents: Any) -> tuple[Any, ...]:
+        op: Op = ctx.op
+        args = _unflatten(op, (*ctx.saved_tensors, *ctx.static))
+        roles = [r for r in op.gradients if getattr(args, r) is not None]
+        primals = tuple(getattr(args, r) for r in roles)
+        given = dict(zip(op.tensor_fields, tangents, strict=False))
+        moves = tuple(torch.zeros_like(p) if (t := given[r]) is None else t for r, p in zip(roles, primals, strict=True))
+        _, found = torch.func.jvp(lambda *p: _differentiable(op, args, roles, p), primals, moves)
+        left = iter(found)
+        present = zip(op.outputs, op.present(args), strict=True)
+        return (*[next(left) if out.differentiable else None for out, there in present if there], None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, impl: str | None, *flat: Any) -> tuple[Any, Any]:
+        each = [_Forward.apply(op, impl, *_pick(flat, in_dims[2:], i))[:-1] for i in range(info.batch_size)]
+        outputs = [torch.stack(o) for o in zip(*each, strict=True)]
+        return (*outputs, None), (*[0] * len(outputs), None)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(op: Op, box: _Box | None, count: int, needs: tuple[bool, ...], *flat: Any) -> Tensors:  # type: ignore[override]
+        args = _narrowed(op, flat[count:], needs)
+        if box is None:  # under vmap nothing was kept
+            box = _forward(op, args, None)[1]
+        left = iter(_backward(op, args, box, flat[:count]))
+        return tuple(next(left) if need else None for need in needs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.op, _, ctx.count, ctx.needs, *flat = inputs
+        tensors = ctx.count + len(ctx.op.tensor_fields)
+        ctx.static = flat[tensors:]
+        ctx.save_for_backward(*flat[:tensors])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *moves: Any) -> tuple[Any, ...]:
+        op: Op = ctx.op
+        upstream, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        args = _unflatten(op, (*tensors, *ctx.static))
+        roles = [r for r in op.gradients if getattr(args, r) is not None]
+        primals = [getattr(args, r) for r in roles]
+        wanted = [i for i, r in enumerate(roles) if ctx.needs[op.gradients.index(r)]]
+        arrived = [i for i, g in enumerate(upstream) if g is not None]
+
+        def gradients(ups: list[Tensor], *p: Tensor) -> tuple[Tensor, ...]:
+            outputs, pull = torch.func.vjp(lambda *q: _differentiable(op, args, roles, q), *p)
+            full = [torch.zeros_like(o) for o in outputs]
+            for i, g in zip(arrived, ups, strict=True):
+                full[_differentiable_index(op, args, i)] = g.to(outputs[0].dtype)
+            found = pull(tuple(full))
+            return tuple(found[i] for i in wanted)
+
+        values, pull = torch.func.vjp(gradients, [upstream[i] for i in arrived], *primals)
+        given = dict(zip(op.gradients, moves, strict=True))
+        ups, *back = pull(tuple(
+            torch.zeros_like(v) if (m := given[roles[i]]) is None else m for v, i in zip(values, wanted, strict=True)
+        ))
+        by_role = dict(zip(roles, back, strict=True))
+        by_up = dict(zip(arrived, ups, strict=True))
+        rest = len(op.tensor_fields) - len(op.gradients) + len(ctx.static)
+        return (
+            *[None] * 4,
+            *[by_up.get(i) for i in range(ctx.count)],
+            *[by_role.get(r) for r in op.gradients],
+            *[None] * rest,
+        )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, _box: Any, count: int, needs: tuple[bool, ...], *flat: Any) -> Any:
+        each = [_Backward.apply(op, None, count, needs, *_pick(flat, in_dims[4:], i)) for i in range(info.batch_size)]
+        outputs = tuple(None if o[0] is None else torch.stack(o) for o in zip(*each, strict=True))
+        return outputs, tuple(None if o is None else 0 for o in outputs)
+
+
+def _pick(flat: Sequence[Any], dims: Sequence[int | None], index: int) -> list[Any]:
+    return [a if d is None else a.select(d, index) for a, d in zip(flat, dims, strict=True)]
+
+
+def _differentiable(op: Op, args: Any, roles: Sequence[str], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The differentiable outputs of the reference as a function of the differentiable tensors."""
+    args = dataclasses.replace(args, **dict(zip(roles, values, strict=True)))
+    found = zip(op.outputs, reduce_rows(op, args, op.rows(args)), strict=True)
+    return tuple(o for out, o in found if o is not None and out.differentiable)
+
+
+def _differentiable_index(op: Op, args: Any, index: int) -> int:
+    """Position among the differentiable outputs of the one at ``index`` among those that are there."""
+    there = [out for out, p in zip(op.outputs, op.present(args), strict=True) if p]
+    return sum(out.differentiable for out in there[:index])
+
+
+# ---------------------------------------------------------------------------------------------------- compile
+
+_SCHEMA = {
+    "Tensor": "Tensor",
+    "Tensor | None": "Tensor?",
+    "float": "float",
+    "float | None": "float?",
+    "int": "int",
+    "int | None": "int?",
+    "bool": "bool",
+    "torch.dtype": "ScalarType",
+    "torch.dtype | None": "ScalarType?",
+    "tuple[bool, ...]": "bool[]",
+}
+
+
+def _gradients_with_loss(args: Any) -> bool:
+    """Whether the opaque op forms the gradients together with a reduced loss, to be scaled later.
+
+    Not in fp16, where gradients of a mean underflow before a loss scale arrives; and only when they will be asked for.
+    """
+    return _row_scale(args) is not None and any(args.needs) and args.compute_dtype != torch.float16
+
+
+def raw_op(op: Op) -> Any:
+    """Register ``headmux::NAME`` and ``headmux::NAME_backward`` and return the first.
+
+    Both take the fields of the op's arguments in order, then the backend's names. The first returns the outputs that
+    are there and, where ``_gradients_with_loss``, the gradients for an upstream gradient of 1.
+    """
+    types = {f.name: _SCHEMA[str(f.type)] for f in dataclasses.fields(op.args_type)}
+    fields = (*op.tensor_fields, *op.static_fields)
+    schema = ", ".join(f"{types[f]} {f}" for f in fields) + ", str impl"
+
+    def unpack(flat: Sequence[Any]) -> Any:
+        args = _unflatten(op, flat)
+        return dataclasses.replace(args, needs=tuple(args.needs))
+
+    def gradient_fakes(args: Any) -> list[Tensor]:
+        roles = [r for r, need in zip(op.gradients, args.needs, strict=True) if need]
+        return [torch.empty_like(getattr(args, r), memory_format=torch.contiguous_format) for r in roles]
+
+    def forward(*flat: Any) -> list[Tensor]:
+        args = unpack(flat[:-1])
+        together = _gradients_with_loss(args)
+        if not together:
+            args = dataclasses.replace(args, needs=(False,) * len(op.gradients))
+        outputs, box = _forward(op, args, flat[-1] or None)
+        if together:
+            one = [torch.ones_like(o) if i == 0 else None for i, o in enumerate(outputs)]
+            outputs += _backward(op, args, box, one)
+        return outputs
+
+    def forward_fake(*flat: Any) -> list[Tensor]:
+        args = unpack(flat[:-1])
+        outputs = [_empty_output(op, args, i, reduced=True) for i, p in enumerate(op.present(args)) if p]
+        return outputs + (gradient_fakes(args) if _gradients_with_loss(args) else [])
+
+    def backward(upstream: Sequence[Tensor | None], *flat: Any) -> list[Tensor]:
+        args = unpack(flat[:-1])
+        _, box = _forward(op, args, flat[-1] or None)
+        return _backward(op, args, box, upstream)
+
+    def backward_fake(upstream: Sequence[Tensor | None], *flat: Any) -> list[Tensor]:
+        return gradient_fakes(unpack(flat[:-1]))
+
+    raw = torch.library.custom_op(
+        f"headmux::{op.name}", forward, mutates_args=(), schema=f"({schema}) -> Tensor[]"
+    )
+    raw_backward = torch.library.custom_op(
+        f"headmux::{op.name}_backward", backward, mutates_args=(), schema=f"(Tensor?[] upstream, {schema}) -> Tensor[]"
+    )
+    raw.register_fake(forward_fake)
+    raw_backward.register_fake(backward_fake)
+
+    def setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+        count = len(op.tensor_fields)
+        args = unpack(inputs[:-1])
+        ctx.static = inputs[count:]
+        ctx.outputs = sum(op.present(args))
+        ctx.formed = args.needs if _gradients_with_loss(args) else None
+        ctx.tensors = count
+        ctx.save_for_backward(*inputs[:count], *output[ctx.outputs :])
+        ctx.set_materialize_grads(False)
+
+    def formula(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+        tensors, formed = ctx.saved_tensors[: ctx.tensors], ctx.saved_tensors[ctx.tensors :]
+        needs = tuple(ctx.needs_input_grad[: len(op.gradients)])
+        if ctx.formed is not None and grads[0] is not None and all(f or not n for f, n in zip(ctx.formed, needs, strict=True)):
+            left = iter(formed)
+            scaled = [(g * grads[0]).to(g.dtype) if n else None
+                      for f, n in zip(ctx.formed, needs, strict=True) for g in ([next(left)] if f else [None])]
+        else:
+            # what does not differentiate has no gradient to hand on
+            there = [out for out, p in zip(op.outputs, op.present(unpack((*tensors, *ctx.static[:-1]))), strict=True) if p]
+            upstream = [g if out.differentiable else None for g, out in zip(grads, there, strict=False)]
+            static = dict(zip(op.static_fields, ctx.static, strict=False))
+            static["needs"] = list(needs)
+            found = iter(raw_backward(upstream, *tensors, *static.values(), ctx.static[-1]))
+            scaled = [next(found) if n else None for n in needs]
+        return (*scaled, *[None] * (len(op.tensor_fields) - len(op.gradients) + len(ctx.static)))
+
+    raw.register_autograd(formula, setup_context=setup)
+    return raw

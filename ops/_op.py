@@ -1,0 +1,166 @@
+"""What every op is made of: its fields, its call for selection, and the object that users hold."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from headmux import select
+from headmux.devices import capability
+from headmux.contract import Call, Pairs, Selection
+from headmux.ops import _autograd
+
+
+@dataclass(frozen=True)
+class Output:
+    """One per-token output of an op's kernels: its name, how it reduces, and whether it can be differentiated."""
+
+    name: str
+    differentiable: bool = True
+    reduced: bool = True
+    integer: bool = False
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked call: the kernels' arguments, and how their outputs become the caller's."""
+
+    args: Any
+    finish: Callable[[tuple[Tensor | None, ...]], Any]
+
+
+class Op:
+    """A loss that selects a backend at each call. Safe to keep, to call from threads, and to compile.
+
+    A subclass states the op once: the class of its kernels' arguments, their gradients and outputs, the checks that
+    turn a user's call into a ``Request``, and the plain PyTorch reference.
+    """
+
+    name: ClassVar[str]
+    args_type: ClassVar[type]
+    gradients: ClassVar[tuple[str, ...]]
+    outputs: ClassVar[tuple[Output, ...]]
+
+    def __init__(self) -> None:
+        self._impl: str | None = None
+        fields = dataclasses.fields(self.args_type)
+        self.tensor_fields = tuple(f.name for f in fields if "Tensor" in str(f.type))
+        self.static_fields = tuple(f.name for f in fields if f.name not in self.tensor_fields)
+        self._option_fields = tuple(f for f in self.static_fields if f not in ("needs", "compute_dtype"))
+        self._defaults: Pairs = tuple((f.name, f.default) for f in fields if f.name in self._option_fields)
+        self.raw = _autograd.raw_op(self)
+        functools.update_wrapper(self, self.request, assigned=("__annotations__",), updated=())
+        self.__signature__ = inspect.signature(self.request)
+
+    def request(self, *args: Any, **kwargs: Any) -> Request:
+        """Check a user's call and put it in the kernels' form."""
+        raise NotImplementedError
+
+    def present(self, args: Any) -> tuple[bool, ...]:
+        """Which of the outputs this call asks for."""
+        return (True,) * len(self.outputs)
+
+    def valid(self, args: Any) -> Tensor | None:
+        """[N] bool, the tokens that count; None if all do."""
+        raise NotImplementedError
+
+    def sizes(self, args: Any) -> Pairs:
+        """Name and value of each size of the call."""
+        raise NotImplementedError
+
+    def check_values(self, args: Any) -> None:
+        """Raise ValueError for bad values in tensors, where they can be looked at without stopping the host."""
+
+    def rows(self, args: Any) -> tuple[Tensor | None, ...]:
+        """The outputs per token in plain PyTorch, in fp32 (fp64 for fp64 inputs), from the full logits."""
+        raise NotImplementedError
+
+    def call_of(self, args: Any) -> Call:
+        """What selection is told of a call."""
+        device = getattr(args, self.tensor_fields[0]).device
+        dtypes = [(f, t.dtype) for f in self.tensor_fields if (t := getattr(args, f)) is not None]
+        dtypes.append(("compute", args.compute_dtype))
+        return Call(
+            self.name,
+            device,
+            capability(device),
+            tuple(dtypes),
+            self.sizes(args),
+            tuple([(f, getattr(args, f)) for f in self._option_fields]),
+            tuple([role for role, need in zip(self.gradients, args.needs, strict=True) if need]),
+            self._defaults,
+        )
+
+    def _call(self, *args: Any, impl: str | None = None, **kwargs: Any) -> Any:
+        request = self.request(*args, **kwargs)
+        return request.finish(_autograd.apply(self, request.args, impl if impl is not None else self._impl))
+
+    def explain(self, *args: Any, impl: str | None = None, **kwargs: Any) -> Selection:
+        """The decision for such a call, with every reason, without running it and without raising for no backend."""
+        request = self.request(*args, **kwargs)
+        wanted = impl if impl is not None else self._impl
+        return select.decide(self.call_of(_autograd.with_needs(self, request.args)), wanted, thorough=True)
+
+    def reference(self, *args: Any, impl: str | None = None, **kwargs: Any) -> Any:
+        """The same call in plain PyTorch, differentiable to any order, from the full [N, V] logits."""
+        del impl
+        request = self.request(*args, **kwargs)
+        rows = self.rows(request.args)
+        return request.finish(_autograd.reduce_rows(self, request.args, rows))
+
+    def with_impl(self, names: str) -> Op:
+        """This op with a fixed comma list of backends, which a call's own ``impl=`` still overrides.
+
+        Raises:
+            UnknownNameError: A name is unknown.
+        """
+        with select.use_backend(names):
+            pass
+        bound = copy.copy(self)
+        bound._impl = names
+        return bound
+
+    def __repr__(self) -> str:
+        return f"<headmux op {self.name}" + (f" impl={self._impl}>" if self._impl else ">")
+
+
+def stats_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of losses and statistics for inputs of a dtype: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def logits(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    compute_dtype: torch.dtype,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    """[N, V] logits in the statistics' dtype, in plain PyTorch, for the references.
+
+    ``z = input @ weight.T + bias``, ``z *= logit_scale``, ``z = softcap * tanh(z / softcap)``, ``z /= temperature``.
+    """
+    wide = stats_dtype(compute_dtype)
+    z = input.to(compute_dtype).to(wide) @ weight.to(compute_dtype).to(wide).T
+    if bias is not None:
+        z = z + bias.to(wide)
+    z = z * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    return z / (temperature.to(wide)[:, None] if isinstance(temperature, Tensor) else temperature)
+
+
+def counted(input: Tensor, valid: Tensor | None) -> Tensor:
+    """Hidden states with 0 where a token does not count, so that nothing of it can reach a gradient."""
+    return input if valid is None else torch.where(valid[:, None], input, 0)
