@@ -46,9 +46,9 @@ def apply(op: Op, args: Any, impl: str | None) -> Tensors:
 
 
 def with_needs(op: Op, args: Any) -> Any:
-    """The arguments with the gradients that autograd will ask for."""
+    """The arguments with the gradients that autograd will ask for. An exported graph forms none ahead of its use."""
     tensors = [getattr(args, f) for f in op.gradients]
-    on = torch.is_grad_enabled()
+    on = torch.is_grad_enabled() and not torch.compiler.is_exporting()
     needs = tuple([on and t is not None and t.requires_grad for t in tensors])
     return dataclasses.replace(args, needs=needs) if needs != args.needs else args
 
@@ -268,8 +268,8 @@ class _Backward(torch.autograd.Function):
         return outputs, tuple(None if o is None else 0 for o in outputs)
 
 
-def _pick(flat: Sequence[Any], dims: Sequence[int | None], index: int) -> list[Any]:
-    return [a if d is None else a.select(d, index) for a, d in zip(flat, dims, strict=True)]
+def _pick(flat: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
+    return [a.select(d, index) if isinstance(d, int) else a for a, d in zip(flat, dims, strict=True)]
 
 
 def _differentiable(op: Op, args: Any, roles: Sequence[str], values: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -24,8 +24,8 @@ def number(
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
-    bad = not math.isfinite(value) or value < low or value > high or (open_low and value == low)
-    if bad:
+    # comparisons alone, which torch.compile can trace for a number that it takes as dynamic; NaN fails the first
+    if not (low <= value <= high) or abs(value) == math.inf or (open_low and value == low):
         raise ValueError(f"{name}={value} must be finite and {_bounds(low, high, open_low)}")
     return float(value)
 
