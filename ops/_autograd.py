@@ -226,40 +226,24 @@ class _Backward(torch.autograd.Function):
         tensors = ctx.count + len(ctx.op.tensor_fields)
         ctx.static = flat[tensors:]
         ctx.save_for_backward(*flat[:tensors])
+        ctx.save_for_forward(*flat[:tensors])
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *moves: Any) -> tuple[Any, ...]:
-        op: Op = ctx.op
-        upstream, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        args = _unflatten(op, (*tensors, *ctx.static))
-        roles = [r for r in op.gradients if getattr(args, r) is not None]
-        primals = [getattr(args, r) for r in roles]
-        wanted = [i for i, r in enumerate(roles) if ctx.needs[op.gradients.index(r)]]
-        arrived = [i for i, g in enumerate(upstream) if g is not None]
+        rule = _SecondOrder(ctx)
+        values, pull = torch.func.vjp(rule.gradients, *rule.primals)
+        given = [m for m, need in zip(moves, ctx.needs, strict=True) if need]
+        back = pull(tuple(torch.zeros_like(v) if m is None else m for v, m in zip(values, given, strict=True)))
+        return (*[None] * 4, *rule.placed(back), *[None] * len(ctx.static))
 
-        def gradients(ups: list[Tensor], *p: Tensor) -> tuple[Tensor, ...]:
-            outputs, pull = torch.func.vjp(lambda *q: _differentiable(op, args, roles, q), *p)
-            full = [torch.zeros_like(o) for o in outputs]
-            for i, g in zip(arrived, ups, strict=True):
-                full[_differentiable_index(op, args, i)] = g.to(outputs[0].dtype)
-            found = pull(tuple(full))
-            return tuple(found[i] for i in wanted)
-
-        values, pull = torch.func.vjp(gradients, [upstream[i] for i in arrived], *primals)
-        given = dict(zip(op.gradients, moves, strict=True))
-        ups, *back = pull(tuple(
-            torch.zeros_like(v) if (m := given[roles[i]]) is None else m for v, i in zip(values, wanted, strict=True)
-        ))
-        by_role = dict(zip(roles, back, strict=True))
-        by_up = dict(zip(arrived, ups, strict=True))
-        rest = len(op.tensor_fields) - len(op.gradients) + len(ctx.static)
-        return (
-            *[None] * 4,
-            *[by_up.get(i) for i in range(ctx.count)],
-            *[by_role.get(r) for r in op.gradients],
-            *[None] * rest,
-        )
+    @staticmethod
+    def jvp(ctx: Any, _op: None, _box: None, _count: None, _needs: None, *tangents: Any) -> tuple[Any, ...]:
+        rule = _SecondOrder(ctx)
+        given = [tangents[i] for i in rule.positions]
+        moves = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(rule.primals, given, strict=True))
+        found = iter(torch.func.jvp(rule.gradients, rule.primals, moves)[1])
+        return tuple(next(found) if need else None for need in ctx.needs)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, _box: Any, count: int, needs: tuple[bool, ...], *flat: Any) -> Any:
@@ -272,17 +256,48 @@ def _pick(flat: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
     return [a.select(d, index) if isinstance(d, int) else a for a, d in zip(flat, dims, strict=True)]
 
 
+class _SecondOrder:
+    """The gradients as a function, through the reference, of what ``_Backward`` was given.
+
+    Attributes:
+        primals: The upstream gradients that arrived, then the differentiable tensors that are there.
+        positions: Where those stand among the tensors that ``_Backward`` saved.
+    """
+
+    def __init__(self, ctx: Any) -> None:
+        op: Op = ctx.op
+        saved = ctx.saved_tensors
+        self._op, self._args = op, _unflatten(op, (*saved[ctx.count :], *ctx.static))
+        self._roles = [r for r in op.gradients if getattr(self._args, r) is not None]
+        self._wanted = [i for i, r in enumerate(self._roles) if ctx.needs[op.gradients.index(r)]]
+        there = [out for out, p in zip(op.outputs, op.present(self._args), strict=True) if p]
+        arrived = [i for i in range(ctx.count) if saved[i] is not None and there[i].differentiable]
+        self._slots = [sum(out.differentiable for out in there[:i]) for i in arrived]
+        self.positions = arrived + [ctx.count + op.tensor_fields.index(r) for r in self._roles]
+        self.primals = tuple(saved[i] for i in self.positions)
+        self._saved = len(saved)
+
+    def gradients(self, *values: Tensor) -> tuple[Tensor, ...]:
+        """The gradients that were wanted."""
+        upstream, tensors = values[: len(self._slots)], values[len(self._slots) :]
+        outputs, pull = torch.func.vjp(lambda *p: _differentiable(self._op, self._args, self._roles, p), *tensors)
+        full = [torch.zeros_like(o) for o in outputs]
+        for slot, g in zip(self._slots, upstream, strict=True):
+            full[slot] = g.to(outputs[slot].dtype)
+        found = pull(tuple(full))
+        return tuple(found[i] for i in self._wanted)
+
+    def placed(self, values: Sequence[Tensor]) -> list[Tensor | None]:
+        """Values of the primals, each at its position among the saved tensors."""
+        by_position = dict(zip(self.positions, values, strict=True))
+        return [by_position.get(i) for i in range(self._saved)]
+
+
 def _differentiable(op: Op, args: Any, roles: Sequence[str], values: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The differentiable outputs of the reference as a function of the differentiable tensors."""
     args = dataclasses.replace(args, **dict(zip(roles, values, strict=True)))
     found = zip(op.outputs, reduce_rows(op, args, op.rows(args)), strict=True)
     return tuple(o for out, o in found if o is not None and out.differentiable)
-
-
-def _differentiable_index(op: Op, args: Any, index: int) -> int:
-    """Position among the differentiable outputs of the one at ``index`` among those that are there."""
-    there = [out for out, p in zip(op.outputs, op.present(args), strict=True) if p]
-    return sum(out.differentiable for out in there[:index])
 
 
 # ---------------------------------------------------------------------------------------------------- compile
