@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.plan import pieces
+from headmux.backends.common.storage import padded, rows_of
 from headmux.devices import capability
 
 
@@ -93,11 +94,18 @@ def accumulate(
     for block in pieces(total.shape[0], rows):
         part = left[block]
         if how is not Way.STAGED and first:
-            part = part.clone() if inside and part.dtype == dtype else part.to(dtype)
+            part = aside(part) if inside and part.dtype == dtype else part.to(dtype)
             _into(total[block], part, right, how, first=True)
             continue
-        found = product(operand(part.clone() if inside else part, dtype), right)
+        found = product(operand(aside(part) if inside else part, dtype), right)
         total[block].copy_(found if first else found.add_(total[block]))
+
+
+def aside(part: Tensor) -> Tensor:
+    """A copy with aligned rows."""
+    rows, columns = part.shape
+    copy = rows_of(part.new_empty(rows * padded(columns)), rows, columns)
+    return copy.copy_(part)
 
 
 def _into(total: Tensor, left: Tensor, right: Tensor, how: Way, *, first: bool) -> None:

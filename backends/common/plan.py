@@ -12,6 +12,7 @@ from headmux.backends.common.budget import MIB, budget_for
 _BLOCK_BYTES = {"cpu": 2 * MIB, "cuda": 32 * MIB}
 _BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
 _LEAST_ROWS = 64
+_CHUNK_UNIT = 64
 # a block is held up to three times: the logits, their exponentials, a product or a copy of stored rows
 _COPIES = 3
 
@@ -56,8 +57,10 @@ def plan(
     per_row = wide * wide_bytes + (hidden * wide_bytes if widened else 0)
     rows = _rounded(min(vocabulary, max(1, block // per_row)), _LEAST_ROWS)
     left = max(0, budget - _COPIES * rows * per_row)
-    chunk = _rounded(min(tokens, max(1, left // (vocabulary * held_bytes))), 32)
-    chunk = -(-tokens // -(-tokens // chunk)) if tokens else 1  # as few chunks, as even as can be
+    chunk = _rounded(min(tokens, max(1, left // (vocabulary * held_bytes))), _CHUNK_UNIT)
+    if tokens > chunk:  # as few chunks, as even as can be
+        even = -(-tokens // -(-tokens // chunk))
+        chunk = min(chunk, -(-even // _CHUNK_UNIT) * _CHUNK_UNIT)
     return Plan(rows, wide, chunk)
 
 

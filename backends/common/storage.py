@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 
 
+_ALIGNED = 8  # 16 bytes of a 16-bit dtype
+
+
 def capacity(total_dtype: torch.dtype, hidden: int, held: torch.dtype) -> int:
     """How many tokens' logits of dtype ``held`` fit in a [V, hidden] tensor of dtype ``total_dtype``."""
     return hidden * total_dtype.itemsize // held.itemsize
@@ -26,3 +29,13 @@ def logits_inside(total: Tensor, tokens: int, held: torch.dtype) -> Tensor:
     if tokens > capacity(total.dtype, total.shape[1], held):
         raise ValueError(f"{tokens} tokens of {held} do not fit in rows of {total.shape[1]} {total.dtype}")
     return total.view(held)[:, :tokens]
+
+
+def padded(columns: int) -> int:
+    """Row stride of a temporary of so many columns: GEMMs are several times slower where rows are not aligned."""
+    return -(-columns // _ALIGNED) * _ALIGNED
+
+
+def rows_of(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """A [rows, columns] view of a flat buffer of at least ``rows * padded(columns)`` elements."""
+    return flat.as_strided((rows, columns), (padded(columns), 1))

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from headmux.backends.common.gemm import accumulate, is_native, operand, product, wide_dtype
 from headmux.backends.common.plan import Plan
+from headmux.backends.common.storage import rows_of
 
 
 _MASKED = -1e30
@@ -58,11 +59,14 @@ class Head:
         """The temperature of these tokens."""
         return self.temperature[tokens] if isinstance(self.temperature, Tensor) else self.temperature
 
-    def logits(self, rows: slice, tokens: slice, right: Tensor, out: Tensor) -> Tensor:
-        """Transformed wide logits of a block, [rows, tokens], in ``out`` (at least that large, flat)."""
-        count = rows.stop - rows.start
-        z = out[: count * right.shape[1]].view(count, right.shape[1])
-        product(operand(self.weight[rows], self.dtype), right, out=z)
+    def logits(self, weight: Tensor, rows: slice, tokens: slice, right: Tensor, out: Tensor) -> Tensor:
+        """Transformed wide logits of a block, [rows, tokens], in the flat ``out``, with padded rows.
+
+        ``weight`` is the block of the weight at ``rows``.
+        """
+        count = weight.shape[0]
+        z = rows_of(out, count, right.shape[1])
+        product(operand(weight, self.dtype), right, out=z)
         if self.bias is not None:
             # -inf masks a class; a finite stand-in keeps differences of masked classes from becoming NaN
             z += self.bias[rows, None].to(self.wide).clamp(min=_MASKED)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.plan import Plan, pieces, plan
+from headmux.backends.common.storage import padded, rows_of
 from headmux.backends.torch.head import Gradients, Head
 from headmux.backends.torch.residual import scaled
 from headmux.contract import Kernel, Upstream
@@ -107,7 +108,7 @@ class _Divergence:
         return found, None if gradients is None else gradients.result()
 
     def _chunks(self) -> Iterator[_Chunk]:
-        size = self.vocabulary * self.plan.chunk
+        size = self.vocabulary * padded(self.plan.chunk)
         student = self.student.input.new_empty(size, dtype=self.student.wide)
         teacher = self.student.input.new_empty(size, dtype=self.teacher.wide)
         for tokens in pieces(self.tokens, self.plan.chunk):
@@ -118,10 +119,10 @@ class _Divergence:
     def _logits(self, head: Head, flat: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         right = head.right(tokens)
         count = right.shape[1]
-        z = flat[: self.vocabulary * count].view(self.vocabulary, count)
+        z = rows_of(flat, self.vocabulary, count)
         parts = []
         for rows in self.plan.blocks(self.vocabulary):
-            head.logits(rows, tokens, right, z[rows].view(-1))
+            head.logits(head.weight[rows], rows, tokens, right, flat[rows.start * padded(count) :])
             parts.append(torch.logsumexp(z[rows], dim=0))
         return z, torch.logsumexp(torch.stack(parts), dim=0)
 

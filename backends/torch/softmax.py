@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan, pieces, plan
-from headmux.backends.common.storage import capacity, logits_inside
+from headmux.backends.common.storage import capacity, logits_inside, padded, rows_of
 from headmux.backends.torch.head import Gradients, Head
 
 # fp16 exponentials are scaled into the upper end of their range: the smallest kept is e^-26 instead of e^-16
@@ -155,41 +155,45 @@ class Softmax:
         def per_block() -> Tensor:
             return right.new_empty((len(blocks), count), dtype=head.wide)
 
-        buffer = right.new_empty(min(rows_per_block, self.vocabulary) * count, dtype=head.wide)
+        buffer = right.new_empty(min(rows_per_block, self.vocabulary) * padded(count), dtype=head.wide)
         offsets, sums, at_label = per_block(), per_block(), per_block()
         moments = per_block() if wanted.entropy else None
         smoothed = per_block() if wanted.smoothed is not None else None
         best = at_label.new_empty(at_label.shape, dtype=torch.int64) if wanted.best else None
-        starts = torch.arange(0, self.vocabulary, rows_per_block, device=right.device)
-        places = (labels.index - starts[:, None]).clamp_(0, rows_per_block - 1)
+        places = (labels.index - torch.arange(0, self.vocabulary, rows_per_block, device=right.device)[:, None])
+        places.clamp_(0, rows_per_block - 1)
         if len(blocks) > 1:
             places[-1].clamp_(max=blocks[-1].stop - blocks[-1].start - 1)
+        # views made once: on a GPU this loop is bound by the host
+        offset, total, place, label = (t.unbind(0) for t in (offsets, sums, places[:, None], at_label[:, None]))
+        weights = head.weight.split(rows_per_block)
+        kept = None if held is None else held.split(rows_per_block)
 
         for i, rows in enumerate(blocks):
-            z = head.logits(rows, tokens, right, buffer)
-            torch.gather(z, 0, places[i : i + 1], out=at_label[i : i + 1])
+            z = head.logits(weights[i], rows, tokens, right, buffer)
+            torch.gather(z, 0, place[i], out=label[i])
             if best is not None:
-                torch.max(z, 0, out=(offsets[i], best[i]))
+                torch.max(z, 0, out=(offset[i], best[i]))
                 best[i] += rows.start
             else:
-                torch.amax(z, 0, out=offsets[i])
+                torch.amax(z, 0, out=offset[i])
             if smoothed is not None:
                 self._smooth(z, rows, smoothed[i])
-            if held is not None and self._as_logits:
-                held[rows].copy_(z)
-            z.sub_(offsets[i])
+            if kept is not None and self._as_logits:
+                kept[i].copy_(z)
+            z.sub_(offset[i])
             if moments is not None:
                 e = torch.exp(z)
-                torch.sum(e, 0, out=sums[i])
+                torch.sum(e, 0, out=total[i])
                 torch.sum(z.clamp_(min=-1e4).mul_(e), 0, out=moments[i])
             else:
                 e = z.exp_()
-                torch.sum(e, 0, out=sums[i])
-            if held is not None and not self._as_logits:
+                torch.sum(e, 0, out=total[i])
+            if kept is not None and not self._as_logits:
                 if self._gain == 1.0:
-                    held[rows].copy_(e)
+                    kept[i].copy_(e)
                 else:
-                    torch.mul(e, self._gain, out=held[rows])
+                    torch.mul(e, self._gain, out=kept[i])
 
         top = offsets.amax(0)
         lse = top + (sums * torch.exp(offsets - top)).sum(0).log_()
@@ -237,8 +241,8 @@ class Softmax:
                 held = logits_inside(total, count, self._held_dtype)
             else:
                 if buffer is None:
-                    buffer = self.head.input.new_empty(self.vocabulary * count, dtype=self._held_dtype)
-                held = buffer[: self.vocabulary * count].view(self.vocabulary, count)
+                    buffer = self.head.input.new_empty(self.vocabulary * padded(count), dtype=self._held_dtype)
+                held = rows_of(buffer, self.vocabulary, count)
             statistics, offsets = self._look(tokens, held)
             self._to_gradient(held, offsets, statistics, tokens, coefficients(statistics, tokens))
             gradients.add(held, tokens, inside=tokens.stop <= inside)
@@ -256,12 +260,13 @@ class Softmax:
         plain = by.entropy is None and by.smoothing is None and head.softcap is None
         if plain:
             factors *= softmax
+        parts, factor = held.split(self.plan.rows), factors.unbind(0)
         for i, rows in enumerate(self.plan.blocks(self.vocabulary)):
-            part = held[rows]
+            part = parts[i]
             if plain:
-                part.mul_(factors[i])
+                part.mul_(factor[i])
             else:
-                part.copy_(self._general(part, rows, factors[i], offsets[i], lse, tokens, by, chain))
+                part.copy_(self._general(part, rows, factor[i], offsets[i], lse, tokens, by, chain))
         labels = self.labels[tokens]
         held.scatter_(0, labels.index[None], self._at_label(statistics, labels, tokens, by, chain)[None].to(held.dtype))
 
