@@ -24,7 +24,8 @@ class Call:
         device: Device of the tensors, not the current one.
         capability: CUDA compute capability of that device, or None elsewhere.
         dtypes: Role and dtype of each tensor given: ``(("input", torch.bfloat16), ...)``. ``"compute"`` is the dtype
-            of the matrix products' operands: that of the input or, under autocast, what autocast casts to.
+            of the matrix products' operands: that of the input or, under autocast, what autocast casts to;
+            ``"teacher_compute"`` the same for jsd's teacher.
         sizes: Name and value of each size: ``(("N", 8192), ("H", 4096), ("V", 128256))``.
         options: Name and value of every option that is not a tensor.
         needs: Roles whose gradient is wanted. Empty without gradients.

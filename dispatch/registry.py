@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import importlib
+import logging
 import threading
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
@@ -15,6 +16,8 @@ from headmux.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from headmux.ops._op import Op
+
+logger = logging.getLogger("headmux")
 
 ENTRY_POINT_GROUP = "headmux.backends"
 
@@ -69,7 +72,7 @@ def get_op(name: str) -> Op:
     key = _normal(name)
     key = _OP_ALIASES.get(key, key)
     if key not in _OPS:
-        raise UnknownNameError(_unknown("op", name, (*_OPS, *_OP_ALIASES)))
+        raise UnknownNameError(unknown("op", name, (*_OPS, *_OP_ALIASES)))
     return _load(_OPS[key])  # type: ignore[no-any-return]
 
 
@@ -87,7 +90,7 @@ def resolve(name: str) -> str:
     key = _normal(name)
     key = _BACKEND_ALIASES.get(key, key)
     if key not in names():
-        raise UnknownNameError(_unknown("backend", name, (*names(), *_BACKEND_ALIASES)))
+        raise UnknownNameError(unknown("backend", name, (*names(), *_BACKEND_ALIASES)))
     return key
 
 
@@ -113,7 +116,7 @@ def register(backend: Backend) -> None:
     """
     if not isinstance(backend, Backend):
         raise TypeError(f"register takes a headmux.contract.Backend, got {type(backend).__name__}")
-    if backend.name != _normal(backend.name) or not backend.name or "," in backend.name or backend.name == "auto":
+    if backend.name != _normal(backend.name) or _misnamed(backend.name):
         raise ValueError(f"backend name {backend.name!r} must be lower-case, not empty, not 'auto', without commas")
     with _lock:
         if backend.name in (*names(), *_BACKEND_ALIASES):
@@ -135,13 +138,18 @@ def unregister(name: str) -> None:
         _changed()
 
 
+def _misnamed(name: str) -> bool:
+    return not name or "," in name or name == "auto"
+
+
 def _normal(name: str) -> str:
     if not isinstance(name, str):
         raise TypeError(f"a name is a string, got {type(name).__name__}")
     return name.strip().lower()
 
 
-def _unknown(kind: str, name: str, known: Iterable[str]) -> str:
+def unknown(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message for a name that is not known, with the known ones and a close match."""
     known = tuple(known)
     near = difflib.get_close_matches(_normal(name), known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -155,8 +163,16 @@ def _load(target: str) -> Any:
 
 @functools.cache
 def _plugins() -> dict[str, EntryPoint]:
-    found = {_normal(e.name): e for e in entry_points(group=ENTRY_POINT_GROUP)}
-    return {name: entry for name, entry in found.items() if name not in _BACKENDS and name not in _BACKEND_ALIASES}
+    found: dict[str, EntryPoint] = {}
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        name = _normal(entry.name)
+        taken = name in _BACKENDS or name in _BACKEND_ALIASES or name in found
+        if taken or _misnamed(name):
+            why = "that name is taken" if taken else "that is no name of a backend"
+            logger.warning("plug-in %r (%s) is ignored: %s", entry.name, entry.value, why)
+        else:
+            found[name] = entry
+    return found
 
 
 def _load_plugin(entry: EntryPoint) -> Backend:

@@ -89,8 +89,10 @@ def import_failure(module: str, *, really: bool) -> str | None:
 def _find(module: str) -> str | None:
     try:
         spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError, AttributeError) as error:
-        return f"module {module} cannot be found: {error}"
+    except ModuleNotFoundError:  # its package is missing
+        return f"module {module} is not installed"
+    except Exception as error:  # looking for a submodule imports its package
+        return f"module {module} cannot be found: {type(error).__name__}: {error}"
     return None if spec is not None else f"module {module} is not installed"
 
 

@@ -136,7 +136,8 @@ def compute_dtype(states_name: str, states: Tensor, weight_name: str, weight: Te
         TypeError: The dtypes differ and autocast is off or does not apply.
     """
     double = torch.float64 in (states.dtype, weight.dtype)
-    if not double and torch.is_autocast_enabled(states.device.type):
+    # PyTorch raises when asked about autocast on meta tensors
+    if not double and not states.is_meta and torch.is_autocast_enabled(states.device.type):
         return torch.get_autocast_dtype(states.device.type)
     if states.dtype != weight.dtype:
         raise TypeError(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 
 from headmux import select
-from headmux.devices import capability
 from headmux.contract import Call, Pairs, Selection
+from headmux.devices import capability
 from headmux.ops import _autograd
 
 
@@ -48,13 +49,16 @@ class Op:
     args_type: ClassVar[type]
     gradients: ClassVar[tuple[str, ...]]
     outputs: ClassVar[tuple[Output, ...]]
+    shapes: ClassVar[Mapping[str, tuple[str, ...]]]
+    """The parameters that are, or can be, tensors: the letters of their sizes, tokens flattened to one dimension."""
 
     def __init__(self) -> None:
         self._impl: str | None = None
         fields = dataclasses.fields(self.args_type)
         self.tensor_fields = tuple(f.name for f in fields if "Tensor" in str(f.type))
         self.static_fields = tuple(f.name for f in fields if f.name not in self.tensor_fields)
-        self._option_fields = tuple(f for f in self.static_fields if f not in ("needs", "compute_dtype"))
+        self._compute_fields = tuple(f for f in self.static_fields if f.endswith("compute_dtype"))
+        self._option_fields = tuple(f for f in self.static_fields if f not in ("needs", *self._compute_fields))
         self._defaults: Pairs = tuple((f.name, f.default) for f in fields if f.name in self._option_fields)
         self.raw = _autograd.raw_op(self)
         functools.update_wrapper(self, self.request, assigned=("__annotations__",), updated=())
@@ -87,7 +91,7 @@ class Op:
         """What selection is told of a call."""
         device = getattr(args, self.tensor_fields[0]).device
         dtypes = [(f, t.dtype) for f in self.tensor_fields if (t := getattr(args, f)) is not None]
-        dtypes.append(("compute", args.compute_dtype))
+        dtypes += [(f.removesuffix("_dtype"), getattr(args, f)) for f in self._compute_fields]
         return Call(
             self.name,
             device,
@@ -99,20 +103,84 @@ class Op:
             self._defaults,
         )
 
+    def call_on(
+        self,
+        device: torch.device,
+        capability: tuple[int, int] | None,
+        sizes: Mapping[str, int],
+        dtype: torch.dtype,
+        *,
+        compute: torch.dtype | None = None,
+        tensors: Iterable[str] = (),
+        needs: Iterable[str] | None = None,
+        **options: Any,
+    ) -> Call:
+        """What selection would be told of a call on a device that need not be there. Allocates nothing.
+
+        Args:
+            device: Where the tensors would lie.
+            capability: CUDA compute capability of that device, or None for other kinds.
+            sizes: Value of each letter in ``shapes``.
+            dtype: dtype of the floating-point tensors.
+            compute: dtype that autocast would cast to, or None without autocast.
+            tensors: Optional tensor parameters that would be given.
+            needs: Roles whose gradient would be wanted; None for all that can be.
+            **options: The op's other keywords.
+
+        Raises:
+            TypeError, ValueError: What the call itself would raise, or an unknown role in ``needs``.
+        """
+        given = {p.name for p in self.__signature__.parameters.values() if p.default is p.empty} | set(tensors)
+        for name in sorted(given):
+            kind = torch.int64 if name == "target" else dtype
+            options[name] = torch.empty([sizes[d] for d in self.shapes[name]], dtype=kind, device="meta")
+        args = self._checked(**options).args
+        there = tuple(role for role in self.gradients if getattr(args, role) is not None)
+        wanted = there if needs is None else tuple(needs)
+        for role in wanted:
+            if role not in there:
+                raise ValueError(f"{self.name} has no gradient of {role!r} here; it has {', '.join(there)}")
+        args = dataclasses.replace(args, needs=tuple(role in wanted for role in self.gradients))
+        if compute is not None:
+            args = dataclasses.replace(args, **dict.fromkeys(self._compute_fields, compute))
+        return dataclasses.replace(self.call_of(args), device=device, capability=capability)
+
+    def _checked(self, *args: Any, **kwargs: Any) -> Request:
+        try:
+            return self.request(*args, **kwargs)
+        except TypeError as error:
+            mismatch = self._mismatch(args, kwargs)
+            if mismatch is None:
+                raise
+            raise TypeError(mismatch) from error
+
+    def _mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why these arguments do not fit the op's signature, or None."""
+        for keyword in kwargs:
+            if keyword not in self.__signature__.parameters:
+                near = difflib.get_close_matches(keyword, self.__signature__.parameters, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                return f"{self.name}() got an unexpected keyword argument {keyword!r}{hint}"
+        try:
+            self.__signature__.bind(*args, **kwargs)
+        except TypeError as error:
+            return f"{self.name}() {error}"
+        return None
+
     def _call(self, *args: Any, impl: str | None = None, **kwargs: Any) -> Any:
-        request = self.request(*args, **kwargs)
+        request = self._checked(*args, **kwargs)
         return request.finish(_autograd.apply(self, request.args, impl if impl is not None else self._impl))
 
     def explain(self, *args: Any, impl: str | None = None, **kwargs: Any) -> Selection:
         """The decision for such a call, with every reason, without running it and without raising for no backend."""
-        request = self.request(*args, **kwargs)
+        request = self._checked(*args, **kwargs)
         wanted = impl if impl is not None else self._impl
         return select.decide(self.call_of(_autograd.with_needs(self, request.args)), wanted, thorough=True)
 
     def reference(self, *args: Any, impl: str | None = None, **kwargs: Any) -> Any:
         """The same call in plain PyTorch, differentiable to any order, from the full [N, V] logits."""
         del impl
-        request = self.request(*args, **kwargs)
+        request = self._checked(*args, **kwargs)
         rows = self.rows(request.args)
         return request.finish(_autograd.reduce_rows(self, request.args, rows))
 

@@ -18,7 +18,7 @@ A token whose label is ``ignore_index`` contributes exactly 0 to the loss and to
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -134,6 +134,15 @@ class FLCE(Op):
         Output("z_loss", differentiable=False),
         Output("predicted", differentiable=False, reduced=False, integer=True),
     )
+    shapes: ClassVar = {
+        "input": ("N", "H"),
+        "weight": ("V", "H"),
+        "target": ("N",),
+        "bias": ("V",),
+        "ce_weight": ("V",),
+        "token_weight": ("N",),
+        "num_items": (),
+    }
 
     @overload
     def __call__(

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -114,6 +114,16 @@ class JSD(Op):
     args_type = JSDArgs
     gradients = ("student_input", "student_weight", "student_bias")
     outputs = (Output("loss"),)
+    shapes: ClassVar = {
+        "student_input": ("N", "H"),
+        "student_weight": ("V", "H"),
+        "teacher_input": ("N", "H_teacher"),
+        "teacher_weight": ("V", "H_teacher"),
+        "target": ("N",),
+        "student_bias": ("V",),
+        "teacher_bias": ("V",),
+        "num_items": (),
+    }
 
     def __call__(
         self,

@@ -17,7 +17,7 @@ and their gradients with respect to z_j, with p = softmax(z):
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -110,6 +110,13 @@ class LinearLogp(Op):
     args_type = LinearLogpArgs
     gradients = ("input", "weight", "bias")
     outputs = (Output("logp", reduced=False), Output("entropy", reduced=False), Output("lse", reduced=False))
+    shapes: ClassVar = {
+        "input": ("N", "H"),
+        "weight": ("V", "H"),
+        "target": ("N",),
+        "bias": ("V",),
+        "temperature": ("N",),
+    }
 
     @overload
     def __call__(
