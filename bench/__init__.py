@@ -1,0 +1,1 @@
+"""Benchmarks of every backend beside every peer: ``python -m headmux.bench``."""

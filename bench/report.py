@@ -1,0 +1,87 @@
+"""Results as tables, for a terminal or as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from headmux.bench.records import Record, Results
+
+_HEAD = ("provider", "ms", "p20-p80", "x floor", "+MiB", "beyond grads", "loss", "dX", "dW", "dW untargeted", "syncs",
+         "graph", "rounds")
+
+
+def tables(results: Results, *, markdown: bool = False) -> str:
+    """Every table: one for each op, shape, dtype and variant, fastest provider first, then those without a time."""
+    lines = [_where(results, markdown)]
+    cases: dict[tuple[object, ...], list[Record]] = {}
+    for record in results.records:
+        cases.setdefault(record.case, []).append(record)
+    for records in cases.values():
+        lines += ["", _title(records[0], markdown), ""]
+        timed = sorted((r for r in records if r.ms is not None), key=lambda r: r.ms or 0.0)
+        floors = [r.floor_ms for r in timed if r.floor_ms is not None]
+        rows = [_row(r) for r in timed]
+        if floors:
+            rows.insert(0, ("floor (matrix products)", f"{floors[0]:.4g}", "", "1.000", *[""] * 9))
+        if rows:
+            lines += _grid([_HEAD, *rows], markdown)
+        missing = [r for r in records if r.ms is None]
+        if missing and rows:
+            lines.append("")
+        lines += [f"{'- ' if markdown else '  '}{r.provider}: {r.error}" for r in missing]
+    return "\n".join(lines) + "\n"
+
+
+def _where(results: Results, markdown: bool) -> str:
+    h = results.header
+    words = [str(h.get("device")), f"torch {h.get('torch')}"]
+    words += [f"{k} {h[k]}" for k in ("triton", "cutlass", "cuda", "driver") if h.get(k)]
+    words += [f"commit {h.get('commit')}", str(h.get("time"))]
+    command = str(h.get("command"))
+    return ", ".join(words) + "\n" + (f"`{command}`" if markdown else command)
+
+
+def _title(r: Record, markdown: bool) -> str:
+    cap = f" softcap={r.softcap:g}" if r.softcap is not None else ""
+    model = f" ({r.model})" if r.model else ""
+    return ("### " if markdown else "") + f"{r.op} N={r.n} H={r.h} V={r.v}{cap}{model} {r.dtype}, {r.variant}"
+
+
+def _row(r: Record) -> tuple[str, ...]:
+    return (
+        r.provider,
+        _number(r.ms),
+        f"{_number(r.p20)}-{_number(r.p80)}",
+        "" if r.ratio is None else f"{r.ratio:.3f}",
+        _memory(r.extra_mib),
+        _memory(r.extra_mib_beyond_grads),
+        *(_error(e) for e in (r.err_loss, r.err_input, r.err_weight, r.err_weight_untargeted)),
+        "" if r.syncs is None else str(r.syncs),
+        "" if r.graph is None else ("yes" if r.graph else "no"),
+        "" if r.rounds is None else str(r.rounds),
+    )
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4g}"
+
+
+def _memory(value: float | None) -> str:
+    return "" if value is None else (f"{value:.1f}" if value < 10 else f"{value:.0f}")
+
+
+def _error(value: float | None) -> str:
+    return "" if value is None else f"{value:.0e}"
+
+
+def _grid(rows: Sequence[Sequence[str]], markdown: bool) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+
+    def line(cells: Iterable[str]) -> str:
+        padded = [c.ljust(w) if i == 0 else c.rjust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+        return ("| " + " | ".join(padded) + " |") if markdown else "  ".join(padded).rstrip()
+
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)] if markdown else None
+    body = [line(rows[0])]
+    body.append("| " + " | ".join(rule) + " |" if rule else "-" * len(body[0]))
+    return body + [line(row) for row in rows[1:]]

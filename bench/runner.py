@@ -1,0 +1,232 @@
+"""One case after the other: gate, memory, synchronisations, interleaved rounds, graph capture, records."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headmux.bench import gate, measure
+from headmux.bench.floors import floor
+from headmux.bench.problem import Problem
+from headmux.bench.providers import Provider
+from headmux.bench.records import Record, Results, rounded
+from headmux.bench.shapes import Shape, Variant
+
+
+class DeviceLost(RuntimeError):
+    """A provider broke the GPU's context: nothing more can be measured in this process."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One op at one shape, dtype and variant."""
+
+    op: str
+    shape: Shape
+    dtype: torch.dtype
+    variant: Variant
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.shape} {_name(self.dtype)} {self.variant}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def run(
+    cases: list[Case],
+    providers_of: Callable[[str], list[Provider]],
+    device: torch.device,
+    results: Results,
+    *,
+    seconds: float,
+    graphs: bool = True,
+    report: Callable[[str], object] = lambda text: None,
+) -> None:
+    """Measure every case.
+
+    Args:
+        cases: What to measure.
+        providers_of: From an op's name, its providers.
+        device: Where.
+        results: Where records go.
+        seconds: Time for the rounds of each case.
+        graphs: Whether to try graph capture.
+        report: Told of each finished case, as a line.
+
+    Raises:
+        DeviceLost: A provider broke the GPU's context; the records made so far are written.
+    """
+    for number, case in enumerate(cases, 1):
+        chosen = providers_of(case.op)
+        with _bar(f"[{number}/{len(cases)}] {case}", len(chosen)) as tick:
+            _run(case, chosen, device, results, seconds=seconds, graphs=graphs, tick=tick)
+        mine = [r for r in results.records if r.case == _record(case, chosen[0]).case] if chosen else []
+        timed = sum(r.ms is not None for r in mine)
+        report(f"[{number}/{len(cases)}] {case}: {timed} of {len(chosen)} providers timed")
+
+
+def _record(case: Case, provider: Provider) -> Record:
+    return Record(
+        case.op, provider.name, case.shape.n, case.shape.h, case.shape.v, _name(case.dtype), str(case.variant),
+        softcap=case.shape.softcap, model=case.shape.model, config=provider.config,
+    )
+
+
+def _run(
+    case: Case,
+    chosen: list[Provider],
+    device: torch.device,
+    results: Results,
+    *,
+    seconds: float,
+    graphs: bool,
+    tick: Callable[[float, str], None],
+) -> None:
+    torch._dynamo.reset()
+    measure.release(device)
+    try:
+        problem = Problem(case.op, case.shape, case.dtype, device, case.variant)
+        truth = gate.reference(problem)
+        lowest = floor(problem)
+        lowest()
+    except torch.OutOfMemoryError as error:
+        for provider in chosen:
+            results.put(replace(_record(case, provider), error=f"inputs or reference: {measure.reason(error)}"))
+        return
+    records: dict[str, Record] = {}
+    steps: dict[str, Callable[[], Tensor]] = {}
+    for done, provider in enumerate(chosen):
+        tick(done, provider.name)
+        record, step = _prepare(problem, truth, provider, _record(case, provider))
+        records[provider.name] = record
+        if step is None:
+            results.put(record)
+        else:
+            steps[provider.name] = step
+        if not measure.alive(device):
+            _lost(provider, record, steps, records, results)
+    del truth
+    measure.release(device)
+    if steps:
+        tick(len(chosen), "rounds")
+        times, failed = measure.rounds(
+            problem, {measure.FLOOR: lowest, **steps}, seconds, tick=lambda share: tick(len(chosen) + share, "rounds")
+        )
+        for name, why in failed.items():
+            if name in records:
+                results.put(replace(records[name], error=why))
+                steps.pop(name)
+        base = times.get(measure.FLOOR)
+        for name in steps:
+            records[name] = _timed(records[name], times[name], base)
+            results.put(records[name])
+    del lowest
+    if not graphs or device.type != "cuda":
+        return
+    for name, step in list(steps.items()):
+        tick(len(chosen) + 1, f"graph of {name}")
+        waits = records[name].syncs
+        if waits:  # not tried: a broken capture leaves the allocator in a state that later cases would feel
+            captured, why = False, f"the host waits for the GPU {waits} times"
+        else:
+            captured, why = measure.graph(problem, step)
+        records[name] = replace(records[name], graph=captured, graph_error=why)
+        results.put(records[name])
+        if not measure.alive(device):
+            raise DeviceLost(f"the GPU does not answer after the graph capture of {name}: {why}")
+
+
+def _prepare(
+    problem: Problem, truth: gate.Reference, provider: Provider, record: Record
+) -> tuple[Record, Callable[[], Tensor] | None]:
+    """A provider's record without times, and its step if the gate lets it through."""
+    try:
+        began = time.perf_counter()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            step = measure.step(problem, provider.build(problem))
+            problem.clear()
+            loss = step()
+        measure.synchronize(problem.device)
+        record = replace(record, setup_s=rounded(time.perf_counter() - began, 3))
+        found = gate.errors(problem, truth, loss)
+        del loss
+        record = replace(record, **_errors(found))
+        if (why := gate.verdict(problem, found, provider.exempt)) is not None:
+            return replace(record, error=why), None
+        waits = measure.syncs(problem, step)
+        peak = measure.peak_bytes(problem, step)
+        record = replace(record, syncs=waits)
+        if peak is not None:
+            record = replace(record, extra_mib=round(peak / measure.MIB, 2),
+                             extra_mib_beyond_grads=round((peak - problem.gradient_bytes) / measure.MIB, 2))
+        return record, step
+    except Exception as error:
+        return replace(record, error=measure.reason(error)), None
+    finally:
+        problem.clear()
+        with contextlib.suppress(Exception):
+            measure.release(problem.device)
+
+
+def _errors(found: dict[str, float | None]) -> dict[str, Any]:
+    return {name: rounded(value, 3) for name, value in found.items()}
+
+
+def _timed(record: Record, times: list[float], base: list[float] | None) -> Record:
+    ms = measure.percentile(times, 0.5)
+    lowest = measure.percentile(base, 0.5) if base else None
+    return replace(
+        record,
+        ms=rounded(ms, 5),
+        p20=rounded(measure.percentile(times, 0.2), 5),
+        p80=rounded(measure.percentile(times, 0.8), 5),
+        floor_ms=rounded(lowest, 5),
+        ratio=rounded(ms / lowest, 4) if lowest else None,
+        rounds=len(times),
+    )
+
+
+def _lost(
+    provider: Provider, record: Record, steps: dict[str, Any], records: dict[str, Record], results: Results
+) -> None:
+    why = f"not timed: the GPU does not answer after {provider.name}"
+    for name in steps:
+        if name != provider.name:
+            results.put(replace(records[name], error=why))
+    results.put(replace(record, error=record.error or "the GPU does not answer afterwards"))
+    raise DeviceLost(
+        f"the GPU does not answer after {provider.name} ({record.error}); leave it out with --peers or --impl"
+    )
+
+
+@contextlib.contextmanager
+def _bar(title: str, count: int) -> Iterator[Callable[[float, str], None]]:
+    """A progress bar on a terminal, if tqdm is there."""
+    bar: Any = None
+    if sys.stderr.isatty():
+        with contextlib.suppress(ImportError):
+            from tqdm import tqdm
+
+            bar = tqdm(total=float(count + 1), desc=title, leave=False, bar_format="{desc} |{bar}| {elapsed} {postfix}")
+
+    def tick(done: float, what: str) -> None:
+        if bar is not None:
+            bar.n = min(done, bar.total)
+            bar.set_postfix_str(what)
+
+    try:
+        yield tick
+    finally:
+        if bar is not None:
+            bar.close()
