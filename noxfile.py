@@ -16,7 +16,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
 TORCH = "torch==2.13.0"
-TYPED = ("headmux", "headmux.ops")
+TYPED = {"dispatch": "headmux", "ops": "headmux.ops", "backends/common": "headmux.backends.common"}
 
 
 def _install(session: nox.Session, *extras: str) -> None:
@@ -90,8 +90,11 @@ def _lint(session: nox.Session) -> None:
 
 
 def _typecheck(session: nox.Session) -> None:
-    packages = [word for name in TYPED for word in ("-p", name)]
-    session.run("mypy", "--strict", "--cache-dir", str(Path(session.create_tmp()) / "mypy"), *packages)
+    words = []
+    for folder, package in TYPED.items():
+        for file in sorted(Path(folder).glob("*.py")):
+            words += ["-m", f"{package}.{file.stem}".removesuffix(".__init__")]
+    session.run("mypy", "--strict", "--cache-dir", str(Path(session.create_tmp()) / "mypy"), *words)
 
 
 def _pytest(session: nox.Session, *words: str) -> None:

@@ -20,6 +20,11 @@ __version__ = "0.1.0"
 __all__ = ["__version__", "budget", "contract", "errors", "explain", "get_op", "registry", "use_backend"]
 
 
+# loaded here, so that a torch.compile'd function can call get_op without an import, which it could not trace
+for _name in registry.op_names():
+    get_op(_name)
+
+
 def explain(op: str, *args: Any, **kwargs: Any) -> Selection:
     """Which backend would run this call of an op, and why not the others. Takes the op's own arguments."""
     return get_op(op).explain(*args, **kwargs)

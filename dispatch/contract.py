@@ -43,7 +43,8 @@ class Call:
 
     def dtype(self, role: str) -> torch.dtype | None:
         """Dtype of the tensor in that role, or None if the call has no such tensor."""
-        return _lookup(self.dtypes, role)
+        found: torch.dtype | None = _lookup(self.dtypes, role)
+        return found
 
     def size(self, name: str) -> int:
         """A size by its letter; KeyError if the op has none of that name."""

@@ -9,13 +9,16 @@ import logging
 import threading
 from collections.abc import Iterable
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from headmux.contract import Backend
 from headmux.errors import UnknownNameError
 
 if TYPE_CHECKING:
     from headmux.ops._op import Op
+    from headmux.ops.flce import FLCE
+    from headmux.ops.jsd import JSD
+    from headmux.ops.linear_logp import LinearLogp
 
 logger = logging.getLogger("headmux")
 
@@ -47,6 +50,7 @@ _OP_ALIASES = {
     "linear_log_prob": "linear_logp",
 }
 
+_ops: dict[str, Op] = {}
 _loaded: dict[str, Backend] = {}
 _lock = threading.RLock()
 generation = 0
@@ -63,6 +67,16 @@ def op_names() -> tuple[str, ...]:
     return tuple(_OPS)
 
 
+@overload
+def get_op(name: Literal["flce"]) -> FLCE: ...
+@overload
+def get_op(name: Literal["jsd"]) -> JSD: ...
+@overload
+def get_op(name: Literal["linear_logp"]) -> LinearLogp: ...
+@overload
+def get_op(name: str) -> Op: ...
+
+
 def get_op(name: str) -> Op:
     """The op of that name or alias, in any case. It selects a backend at each call, so it may be kept.
 
@@ -73,7 +87,9 @@ def get_op(name: str) -> Op:
     key = _OP_ALIASES.get(key, key)
     if key not in _OPS:
         raise UnknownNameError(unknown("op", name, (*_OPS, *_OP_ALIASES)))
-    return _load(_OPS[key])  # type: ignore[no-any-return]
+    if key not in _ops:
+        _ops[key] = _load(_OPS[key])
+    return _ops[key]
 
 
 def names() -> tuple[str, ...]:

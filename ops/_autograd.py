@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,13 +36,10 @@ def apply(op: Op, args: Any, impl: str | None) -> Tensors:
     if torch.compiler.is_compiling() or first.is_meta or isinstance(first, FakeTensor):
         found = op.raw(*flat, impl or "")
     else:
-        found = _Forward.apply(op, impl, *flat)
-    outputs = iter(found)
-    return tuple(
-        None if not there else t if out.differentiable else t.detach()
-        for there, out in zip(op.present(args), op.outputs, strict=True)
-        for t in ([next(outputs)] if there else [None])
-    )
+        found = _Forward.apply(op, impl, *flat)  # type: ignore[no-untyped-call]
+    outputs: Iterator[Tensor] = iter(found)
+    every = [(out, next(outputs) if there else None) for there, out in zip(op.present(args), op.outputs, strict=True)]
+    return tuple([t if t is None or out.differentiable else t.detach() for out, t in every])
 
 
 def with_needs(op: Op, args: Any) -> Any:
@@ -145,7 +142,7 @@ def _given(values: Tensors) -> list[Tensor]:
 
 
 def _empty_output(op: Op, args: Any, index: int, *, reduced: bool) -> Tensor:
-    first = getattr(args, op.tensor_fields[0])
+    first: Tensor = getattr(args, op.tensor_fields[0])
     out = op.outputs[index]
     wide = torch.float64 if args.compute_dtype == torch.float64 else torch.float32
     shape = () if reduced and out.reduced and _row_scale(args) is not None else (first.shape[0],)
@@ -165,7 +162,7 @@ def _narrowed(op: Op, flat: Sequence[Any], needs: Sequence[bool]) -> Any:
 
 class _Forward(torch.autograd.Function):
     @staticmethod
-    def forward(op: Op, impl: str | None, *flat: Any) -> tuple[Any, ...]:  # type: ignore[override]
+    def forward(op: Op, impl: str | None, *flat: Any) -> tuple[Any, ...]:
         outputs, box = _forward(op, _unflatten(op, flat), impl)
         return (*outputs, box)
 
@@ -188,7 +185,9 @@ class _Forward(torch.autograd.Function):
         count = len(op.gradients)
         needs = tuple(ctx.needs_input_grad[2 : 2 + count])
         upstream = grads[:-1]
-        found = _Backward.apply(op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static)
+        found = _Backward.apply(  # type: ignore[no-untyped-call]
+            op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static
+        )
         return (None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - count))
 
     @staticmethod
@@ -198,22 +197,24 @@ class _Forward(torch.autograd.Function):
         roles = [r for r in op.gradients if getattr(args, r) is not None]
         primals = tuple(getattr(args, r) for r in roles)
         given = dict(zip(op.tensor_fields, tangents, strict=False))
-        moves = tuple(torch.zeros_like(p) if (t := given[r]) is None else t for r, p in zip(roles, primals, strict=True))
-        _, found = torch.func.jvp(lambda *p: _differentiable(op, args, roles, p), primals, moves)
+        wanted = [given[r] for r in roles]
+        moves = tuple(torch.zeros_like(p) if t is None else t for t, p in zip(wanted, primals, strict=True))
+        found = torch.func.jvp(lambda *p: _differentiable(op, args, roles, p), primals, moves)[1]
         left = iter(found)
         present = zip(op.outputs, op.present(args), strict=True)
         return (*[next(left) if out.differentiable else None for out, there in present if there], None)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, impl: str | None, *flat: Any) -> tuple[Any, Any]:
-        each = [_Forward.apply(op, impl, *_pick(flat, in_dims[2:], i))[:-1] for i in range(info.batch_size)]
+        batch = range(info.batch_size)
+        each = [_Forward.apply(op, impl, *_pick(flat, in_dims[2:], i))[:-1] for i in batch]  # type: ignore[no-untyped-call]
         outputs = [torch.stack(o) for o in zip(*each, strict=True)]
         return (*outputs, None), (*[0] * len(outputs), None)
 
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(op: Op, box: _Box | None, count: int, needs: tuple[bool, ...], *flat: Any) -> Tensors:  # type: ignore[override]
+    def forward(op: Op, box: _Box | None, count: int, needs: tuple[bool, ...], *flat: Any) -> Tensors:
         args = _narrowed(op, flat[count:], needs)
         if box is None:  # under vmap nothing was kept
             box = _forward(op, args, None)[1]
@@ -232,7 +233,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *moves: Any) -> tuple[Any, ...]:
         rule = _SecondOrder(ctx)
-        values, pull = torch.func.vjp(rule.gradients, *rule.primals)
+        values, pull, *_ = torch.func.vjp(rule.gradients, *rule.primals)
         given = [m for m, need in zip(moves, ctx.needs, strict=True) if need]
         back = pull(tuple(torch.zeros_like(v) if m is None else m for v, m in zip(values, given, strict=True)))
         return (*[None] * 4, *rule.placed(back), *[None] * len(ctx.static))
@@ -246,8 +247,11 @@ class _Backward(torch.autograd.Function):
         return tuple(next(found) if need else None for need in ctx.needs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, _box: Any, count: int, needs: tuple[bool, ...], *flat: Any) -> Any:
-        each = [_Backward.apply(op, None, count, needs, *_pick(flat, in_dims[4:], i)) for i in range(info.batch_size)]
+    def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, _box: Any, count: int, needs: Any, *flat: Any) -> Any:
+        each = [
+            _Backward.apply(op, None, count, needs, *_pick(flat, in_dims[4:], i))  # type: ignore[no-untyped-call]
+            for i in range(info.batch_size)
+        ]
         outputs = tuple(None if o[0] is None else torch.stack(o) for o in zip(*each, strict=True))
         return outputs, tuple(None if o is None else 0 for o in outputs)
 
@@ -280,7 +284,7 @@ class _SecondOrder:
     def gradients(self, *values: Tensor) -> tuple[Tensor, ...]:
         """The gradients that were wanted."""
         upstream, tensors = values[: len(self._slots)], values[len(self._slots) :]
-        outputs, pull = torch.func.vjp(lambda *p: _differentiable(self._op, self._args, self._roles, p), *tensors)
+        outputs, pull, *_ = torch.func.vjp(lambda *p: _differentiable(self._op, self._args, self._roles, p), *tensors)
         full = [torch.zeros_like(o) for o in outputs]
         for slot, g in zip(self._slots, upstream, strict=True):
             full[slot] = g.to(outputs[slot].dtype)
@@ -388,13 +392,17 @@ def raw_op(op: Op) -> Any:
     def formula(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
         tensors, formed = ctx.saved_tensors[: ctx.tensors], ctx.saved_tensors[ctx.tensors :]
         needs = tuple(ctx.needs_input_grad[: len(op.gradients)])
-        if ctx.formed is not None and grads[0] is not None and all(f or not n for f, n in zip(ctx.formed, needs, strict=True)):
+        formed_for = ctx.formed or (False,) * len(needs)
+        scaled: list[Tensor | None]
+        if grads[0] is not None and all(f or not n for f, n in zip(formed_for, needs, strict=True)):
             left = iter(formed)
-            scaled = [(g * grads[0]).to(g.dtype) if n else None
-                      for f, n in zip(ctx.formed, needs, strict=True) for g in ([next(left)] if f else [None])]
+            every = [next(left) if f else None for f in formed_for]
+            scaled = [(g * grads[0]).to(g.dtype) if n and g is not None else None
+                      for g, n in zip(every, needs, strict=True)]
         else:
             # what does not differentiate has no gradient to hand on
-            there = [out for out, p in zip(op.outputs, op.present(unpack((*tensors, *ctx.static[:-1]))), strict=True) if p]
+            args = unpack((*tensors, *ctx.static[:-1]))
+            there = [out for out, p in zip(op.outputs, op.present(args), strict=True) if p]
             upstream = [g if out.differentiable else None for g, out in zip(grads, there, strict=False)]
             static = dict(zip(op.static_fields, ctx.static, strict=False))
             static["needs"] = list(needs)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +37,9 @@ class Request:
     finish: Callable[[tuple[Tensor | None, ...]], Any]
 
 
+_Op = TypeVar("_Op", bound="Op")
+
+
 class Op:
     """A loss that selects a backend at each call. Safe to keep, to call from threads, and to compile.
 
@@ -61,7 +63,7 @@ class Op:
         self._option_fields = tuple(f for f in self.static_fields if f not in ("needs", *self._compute_fields))
         self._defaults: Pairs = tuple((f.name, f.default) for f in fields if f.name in self._option_fields)
         self.raw = _autograd.raw_op(self)
-        functools.update_wrapper(self, self.request, assigned=("__annotations__",), updated=())
+        self.__annotations__ = self.request.__annotations__
         self.__signature__ = inspect.signature(self.request)
 
     def request(self, *args: Any, **kwargs: Any) -> Request:
@@ -167,6 +169,10 @@ class Op:
             return f"{self.name}() {error}"
         return None
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the op. Its own arguments are those of ``request``, and ``impl``."""
+        return self._call(*args, **kwargs)
+
     def _call(self, *args: Any, impl: str | None = None, **kwargs: Any) -> Any:
         request = self._checked(*args, **kwargs)
         return request.finish(_autograd.apply(self, request.args, impl if impl is not None else self._impl))
@@ -184,7 +190,7 @@ class Op:
         rows = self.rows(request.args)
         return request.finish(_autograd.reduce_rows(self, request.args, rows))
 
-    def with_impl(self, names: str) -> Op:
+    def with_impl(self: _Op, names: str) -> _Op:
         """This op with a fixed comma list of backends, which a call's own ``impl=`` still overrides.
 
         Raises:

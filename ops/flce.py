@@ -197,7 +197,7 @@ class FLCE(Op):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def request(  # type: ignore[override]
+    def request(
         self,
         input: Tensor,
         weight: Tensor,

@@ -141,7 +141,7 @@ class JSD(Op):
         )
         return found
 
-    def request(  # type: ignore[override]
+    def request(
         self,
         student_input: Tensor,
         student_weight: Tensor,

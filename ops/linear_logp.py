@@ -157,7 +157,7 @@ class LinearLogp(Op):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call(*args, **kwargs)
 
-    def request(  # type: ignore[override]
+    def request(
         self,
         input: Tensor,
         weight: Tensor,
