@@ -71,11 +71,11 @@ class _Box:
 
     __slots__ = ("_residual", "_spent", "budget", "kernel")
 
-    def __init__(self, kernel: Kernel, residual: Any) -> None:
+    def __init__(self, kernel: Kernel, residual: Any, *, spent: bool = False) -> None:
         self.kernel = kernel
         self.budget = budget.current()
         self._residual = residual
-        self._spent = False
+        self._spent = spent
 
     def take(self, args: Any) -> Any:
         """The residual, from the forward or, if that was given away, from another forward."""
@@ -214,10 +214,8 @@ class _Forward(torch.autograd.Function):
 
 class _Backward(torch.autograd.Function):
     @staticmethod
-    def forward(op: Op, box: _Box | None, count: int, needs: tuple[bool, ...], *flat: Any) -> Tensors:
+    def forward(op: Op, box: _Box, count: int, needs: tuple[bool, ...], *flat: Any) -> Tensors:
         args = _narrowed(op, flat[count:], needs)
-        if box is None:  # under vmap nothing was kept
-            box = _forward(op, args, None)[1]
         left = iter(_backward(op, args, box, flat[:count]))
         return tuple(next(left) if need else None for need in needs)
 

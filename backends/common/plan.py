@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from headmux.backends.common.budget import MIB, budget_for
 
 # Largest block of wide logits [rows, tokens] in bytes, and most tokens of one. On a CPU a block stays in the
-# second-level cache between passes; on a GPU in half of the L2, and 2048 rows keep cuBLAS at its full rate.
-_BLOCK_BYTES = {"cpu": 2 * MIB, "cuda": 32 * MIB}
+# second-level cache between passes; on a GPU fewer blocks mean fewer launches, and 2048 rows keep cuBLAS at full rate.
+_BLOCK_BYTES = {"cpu": 2 * MIB, "cuda": 48 * MIB}
 _BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
 _LEAST_ROWS = 64
 _CHUNK_UNIT = 64
-# a block is held up to three times: the logits, their exponentials, a product or a copy of stored rows
-_COPIES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +20,41 @@ class Plan:
     """Sizes of the pieces.
 
     Attributes:
-        rows: Vocabulary rows of a block.
-        tokens: Tokens of a block.
+        block: Bytes of a block: its wide logits and, where GEMMs need that, its widened weight rows.
+        row: Bytes of a widened weight row, 0 if rows are used as they are.
+        wide: Bytes of a wide logit.
+        tokens: Most tokens of a block.
         chunk: Tokens whose logits are held whole, over the vocabulary, outside grad_weight.
+        vocabulary: V.
     """
 
-    rows: int
+    block: int
+    row: int
+    wide: int
     tokens: int
     chunk: int
+    vocabulary: int
 
-    def blocks(self, vocabulary: int) -> Iterator[slice]:
-        """The blocks of vocabulary rows."""
-        return pieces(vocabulary, self.rows)
+    def rows(self, tokens: int) -> int:
+        """Vocabulary rows of a block of so many tokens (at most ``tokens`` of the plan are formed at once)."""
+        per_row = min(tokens, self.tokens) * self.wide + self.row
+        return _rounded(min(self.vocabulary, max(1, self.block // per_row)), _LEAST_ROWS)
+
+    def blocks(self, tokens: int) -> Iterator[slice]:
+        """The blocks of vocabulary rows for so many tokens."""
+        return pieces(self.vocabulary, self.rows(tokens))
 
 
 def plan(
-    tokens: int, vocabulary: int, hidden: int, *, wide_bytes: int, held_bytes: int, device_type: str, widened: bool
+    tokens: int,
+    vocabulary: int,
+    hidden: int,
+    *,
+    wide_bytes: int,
+    held_bytes: int,
+    device_type: str,
+    widened: bool,
+    copies: int = 3,
 ) -> Plan:
     """Cut a call so that its temporaries fit the budget.
 
@@ -49,19 +66,18 @@ def plan(
         held_bytes: Bytes held for each logit of a chunk.
         device_type: Kind of device.
         widened: Whether blocks of the weight are copied to a wider dtype first, where GEMMs need that.
+        copies: How many blocks are held at once: the logits, their exponentials, products, copies of stored rows.
     """
     budget = budget_for(device_type)
-    block = min(_BLOCK_BYTES.get(device_type, _BLOCK_BYTES["cuda"]), max(1, budget // (2 * _COPIES)))
-    wide = max(1, min(tokens, _BLOCK_TOKENS.get(device_type, _BLOCK_TOKENS["cuda"])))
-    wide = max(1, min(wide, block // (_LEAST_ROWS * wide_bytes)))
-    per_row = wide * wide_bytes + (hidden * wide_bytes if widened else 0)
-    rows = _rounded(min(vocabulary, max(1, block // per_row)), _LEAST_ROWS)
-    left = max(0, budget - _COPIES * rows * per_row)
+    block = min(_BLOCK_BYTES.get(device_type, _BLOCK_BYTES["cuda"]), max(1, budget // (2 * copies)))
+    most = max(1, min(tokens, _BLOCK_TOKENS.get(device_type, _BLOCK_TOKENS["cuda"])))
+    most = max(1, min(most, block // (_LEAST_ROWS * wide_bytes)))
+    left = max(0, budget - copies * block)
     chunk = _rounded(min(tokens, max(1, left // (vocabulary * held_bytes))), _CHUNK_UNIT)
     if tokens > chunk:  # as few chunks, as even as can be
         even = -(-tokens // -(-tokens // chunk))
         chunk = min(chunk, -(-even // _CHUNK_UNIT) * _CHUNK_UNIT)
-    return Plan(rows, wide, chunk)
+    return Plan(block, hidden * wide_bytes if widened else 0, wide_bytes, most, max(1, chunk), vocabulary)
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
 _ALIGNED = 8  # 16 bytes of a 16-bit dtype
 
 

@@ -116,9 +116,9 @@ class Gradients:
             found = logit_gradient.sum(1, dtype=head.wide)
             self._bias = found if self._bias is None else self._bias.add_(found)
         if self.total is not None and self._needs[1]:
+            rows = plan.rows(logit_gradient.shape[1])
             accumulate(
-                self.total, logit_gradient, head.input[tokens], head.dtype, first=self._first, rows=plan.rows,
-                inside=inside,
+                self.total, logit_gradient, head.input[tokens], head.dtype, first=self._first, rows=rows, inside=inside
             )
         self._first = False
 
@@ -133,7 +133,7 @@ class Gradients:
                 out.copy_(product(logit_gradient.t(), weight))
             return
         total = out if out.dtype == head.wide else torch.empty_like(out, dtype=head.wide)
-        for i, rows in enumerate(self._plan.blocks(head.weight.shape[0])):
+        for i, rows in enumerate(self._plan.blocks(logit_gradient.shape[1])):
             left = operand(logit_gradient[rows], head.dtype).t()
             right = operand(head.weight[rows], head.dtype)
             if i == 0:

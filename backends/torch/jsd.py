@@ -78,6 +78,7 @@ class _Divergence:
             held_bytes=2 * self.wide.itemsize,
             device_type=self.student.weight.device.type,
             widened=self.student.widened or self.teacher.widened,
+            copies=5,
         )
 
     def _counted(self, states: Tensor) -> Tensor:
@@ -121,7 +122,7 @@ class _Divergence:
         count = right.shape[1]
         z = rows_of(flat, self.vocabulary, count)
         parts = []
-        for rows in self.plan.blocks(self.vocabulary):
+        for rows in self.plan.blocks(count):
             head.logits(head.weight[rows], rows, tokens, right, flat[rows.start * padded(count) :])
             parts.append(torch.logsumexp(z[rows], dim=0))
         return z, torch.logsumexp(torch.stack(parts), dim=0)
@@ -131,7 +132,7 @@ class _Divergence:
         beta = self.args.beta
         loss = torch.zeros_like(chunk.student_lse, dtype=self.wide)
         student_kl = torch.zeros_like(loss)  # KL(Q || M)
-        for rows in self.plan.blocks(self.vocabulary):
+        for rows in self.plan.blocks(chunk.student.shape[1]):
             q, p = self._log_probabilities(chunk, rows)
             if beta == 0.0:
                 loss += p.exp().mul_(p.sub_(q)).sum(0)
@@ -143,7 +144,7 @@ class _Divergence:
         loss += (1.0 if beta == 1.0 else 1.0 - beta) * student_kl
         if upstream is not None:
             head, tokens = self.student, chunk.tokens
-            for rows in self.plan.blocks(self.vocabulary):
+            for rows in self.plan.blocks(chunk.student.shape[1]):
                 q, p = self._log_probabilities(chunk, rows)
                 if beta == 0.0:
                     g = q.exp() - p.exp()

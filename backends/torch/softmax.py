@@ -105,6 +105,7 @@ class Softmax:
         self._total_dtype = dtypes[1]
         if accum_dtype is not None and self.tokens > self._capacity(dtypes[1]):
             self._total_dtype = head.wide
+        self._plain = wanted.smoothed is None and head.softcap is None
         self.plan: Plan = plan(
             self.tokens,
             self.vocabulary,
@@ -113,6 +114,7 @@ class Softmax:
             held_bytes=self._held_dtype.itemsize,
             device_type=head.weight.device.type,
             widened=head.widened,
+            copies=2 if self._plain and not wanted.entropy else 5,
         )
 
     def _capacity(self, total_dtype: torch.dtype) -> int:
@@ -122,7 +124,7 @@ class Softmax:
 
     def statistics(self) -> Statistics:
         """Statistics of every token, nothing kept."""
-        return Statistics.joined([self._look(tokens)[0] for tokens in pieces(self.tokens, self.plan.tokens)])
+        return self._look(slice(0, self.tokens))[0]
 
     def can_keep(self) -> bool:
         """Whether the forward can keep every token's logits for the backward without memory of its own."""
@@ -140,22 +142,24 @@ class Softmax:
 
     def _look(self, tokens: slice, held: Tensor | None = None) -> tuple[Statistics, Tensor]:
         """Statistics of these tokens and the offsets of their blocks; with ``held`` [V, n], keep what is looked at."""
-        if held is not None and held.shape[1] > self.plan.tokens:
-            parts = [
-                self._look(slice(tokens.start + c.start, tokens.start + c.stop), held[:, c])
-                for c in pieces(held.shape[1], self.plan.tokens)
-            ]
-            return Statistics.joined([s for s, _ in parts]), torch.cat([o for _, o in parts], dim=1)
-        head, wanted, rows_per_block = self.head, self.wanted, self.plan.rows
+        rows = self.plan.rows(tokens.stop - tokens.start)
+        parts = [
+            self._look_at(_shifted(c, tokens.start), rows, None if held is None else held[:, c])
+            for c in pieces(tokens.stop - tokens.start, self.plan.tokens)
+        ]
+        return Statistics.joined([s for s, _ in parts]), torch.cat([o for _, o in parts], dim=1)
+
+    def _look_at(self, tokens: slice, rows_per_block: int, held: Tensor | None) -> tuple[Statistics, Tensor]:
+        head, wanted = self.head, self.wanted
         labels = self.labels[tokens]
         right = head.right(tokens)
         count = right.shape[1]
-        blocks = list(self.plan.blocks(self.vocabulary))
+        blocks = list(pieces(self.vocabulary, rows_per_block))
 
         def per_block() -> Tensor:
             return right.new_empty((len(blocks), count), dtype=head.wide)
 
-        buffer = right.new_empty(min(rows_per_block, self.vocabulary) * padded(count), dtype=head.wide)
+        buffer = right.new_empty(rows_per_block * padded(count), dtype=head.wide)
         offsets, sums, at_label = per_block(), per_block(), per_block()
         moments = per_block() if wanted.entropy else None
         smoothed = per_block() if wanted.smoothed is not None else None
@@ -257,11 +261,11 @@ class Softmax:
         lse, chain = statistics.lse, head.chain(tokens)
         factors = torch.exp(offsets - lse).div_(self._gain)
         softmax = by.softmax * chain
-        plain = by.entropy is None and by.smoothing is None and head.softcap is None
+        plain = by.entropy is None and self._plain
         if plain:
             factors *= softmax
-        parts, factor = held.split(self.plan.rows), factors.unbind(0)
-        for i, rows in enumerate(self.plan.blocks(self.vocabulary)):
+        parts, factor = held.split(self.plan.rows(held.shape[1])), factors.unbind(0)
+        for i, rows in enumerate(self.plan.blocks(held.shape[1])):
             part = parts[i]
             if plain:
                 part.mul_(factor[i])
@@ -311,4 +315,8 @@ class Softmax:
 
 
 def _after(start: int, stop: int, size: int) -> list[slice]:
-    return [slice(start + c.start, start + c.stop) for c in pieces(stop - start, size)]
+    return [_shifted(c, start) for c in pieces(stop - start, size)]
+
+
+def _shifted(piece: slice, by: int) -> slice:
+    return slice(piece.start + by, piece.stop + by)
