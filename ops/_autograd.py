@@ -207,9 +207,11 @@ class _Forward(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, impl: str | None, *flat: Any) -> tuple[Any, Any]:
         batch = range(info.batch_size)
-        each = [_Forward.apply(op, impl, *_pick(flat, in_dims[2:], i))[:-1] for i in batch]  # type: ignore[no-untyped-call]
-        outputs = [torch.stack(o) for o in zip(*each, strict=True)]
-        return (*outputs, None), (*[0] * len(outputs), None)
+        each = [_Forward.apply(op, impl, *_pick(flat, in_dims[2:], i)) for i in batch]  # type: ignore[no-untyped-call]
+        *outputs, boxes = zip(*each, strict=True)
+        # one box speaks for all: the same kernel, and each backward makes its own residual
+        box = _Box(boxes[0].kernel, None, spent=True)
+        return (*[torch.stack(o) for o in outputs], box), (*[0] * len(outputs), None)
 
 
 class _Backward(torch.autograd.Function):
@@ -245,9 +247,10 @@ class _Backward(torch.autograd.Function):
         return tuple(next(found) if need else None for need in ctx.needs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, _box: Any, count: int, needs: Any, *flat: Any) -> Any:
+    def vmap(info: Any, in_dims: tuple[Any, ...], op: Op, box: _Box, count: int, needs: Any, *flat: Any) -> Any:
+        box = _Box(box.kernel, None, spent=True)
         each = [
-            _Backward.apply(op, None, count, needs, *_pick(flat, in_dims[4:], i))  # type: ignore[no-untyped-call]
+            _Backward.apply(op, box, count, needs, *_pick(flat, in_dims[4:], i))  # type: ignore[no-untyped-call]
             for i in range(info.batch_size)
         ]
         outputs = tuple(None if o[0] is None else torch.stack(o) for o in zip(*each, strict=True))
