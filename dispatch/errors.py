@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headmux.contract import Selection
+    from headmux.contract import Call, Selection
 
 
 class DispatchError(Exception):
@@ -30,5 +30,14 @@ class UnsupportedCallError(DispatchError, NotImplementedError):
         super().__init__(str(selection))
         self.selection = selection
 
-    def __reduce__(self) -> tuple[type[UnsupportedCallError], tuple[Selection]]:
-        return (type(self), (self.selection,))
+    def __reduce__(self) -> tuple[Any, ...]:
+        # kernels and requirements are closures, which do not pickle: names and reasons cross to another process
+        s = self.selection
+        return (_restored, (s.call, s.source, tuple((b.name, reasons) for b, reasons in s.candidates)))
+
+
+def _restored(call: Call, source: str, candidates: tuple[tuple[str, tuple[str, ...]], ...]) -> UnsupportedCallError:
+    from headmux.contract import Backend, Selection
+
+    found = tuple((Backend(name, {}), reasons) for name, reasons in candidates)
+    return UnsupportedCallError(Selection(call, source, found))

@@ -37,6 +37,8 @@ def select(call: Call, impl: str | None = None) -> Selection:
         UnknownNameError: A name in the order is unknown.
         UnsupportedCallError: Every candidate has a reason against the call.
     """
+    if impl is not None and not isinstance(impl, str):
+        _split(impl)  # raises
     variables = _variables.get(call.op) or _variables_of(call.op)
     get = os.environ.get
     key = (call, impl, _override.get(), registry.generation, *[get(v) for v in variables])
