@@ -307,12 +307,14 @@ def _pareto(axes: Any, theme: _Theme, records: list[Record]) -> None:
         axis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0) if axis is axes.yaxis else (1.0,)))
         axis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.10g}"))
         axis.set_minor_formatter(NullFormatter())
-    _label_points(axes, [(memory(r), r.ms or 0.0, r.provider, looks[r.provider]["color"]) for r in points], floor)
+    _label_points(
+        axes, [(memory(r), r.ms or 0.0, r.provider, looks[r.provider]["color"]) for r in points], floor, theme.page
+    )
     axes.set_xlabel(f"MiB beside the gradients at N={n:,} (log); left and down is better", color=theme.ink)
     axes.set_ylabel("milliseconds (log)", color=theme.ink)
 
 
-def _label_points(axes: Any, points: list[tuple[float, float, str, str]], floor: float) -> None:
+def _label_points(axes: Any, points: list[tuple[float, float, str, str]], floor: float, page: str) -> None:
     """Names beside points: for each the nearest free place of a few."""
     figure = axes.figure
     scale = figure.dpi / 72
@@ -351,7 +353,8 @@ def _label_points(axes: Any, points: list[tuple[float, float, str, str]], floor:
             figure.add_artist(Line2D([x0, x1], [y0, y1], color=colour, linewidth=0.6, alpha=0.7))
         tx, ty = invert((spot[0], (spot[1] + spot[3]) / 2))
         figure.text(tx, ty, text, color=colour, fontsize=_LABEL, va="center", ha="left",
-                    fontweight="bold" if bold else "normal")
+                    fontweight="bold" if bold else "normal",
+                    bbox={"facecolor": page, "edgecolor": "none", "pad": 0.8, "alpha": 0.85})
 
 
 def _overlap(a: tuple[float, float, float, float], b: tuple[float, float, float, float]) -> bool:

@@ -1,0 +1,309 @@
+"""The benchmarks: what they refuse to time, what they write, and that they notice a slowdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from headmux.bench import compare, gate, measure, report, runner
+from headmux.bench.__main__ import main
+from headmux.bench.problem import Problem
+from headmux.bench.providers import Provider, masked_environment, peers_of, providers
+from headmux.bench.records import Record, Results
+from headmux.bench.shapes import OPS, PRESETS, Shape, Variant
+
+TINY = Shape(32, 16, 64)
+CPU = torch.device("cpu")
+KEYS = {
+    "op", "provider", "n", "h", "v", "dtype", "variant", "ms", "p20", "p80", "floor_ms", "ratio", "extra_mib",
+    "err_loss", "err_input", "err_weight", "err_weight_untargeted", "syncs", "graph", "error",
+}
+
+
+def problem(op="flce", variant="default", dtype=torch.float32, shape=TINY):
+    return Problem(op, shape, dtype, CPU, Variant.parse(variant))
+
+
+def measured(*extra, variant="default", seconds=0.05, path=None):
+    """Records by provider of headmux's torch backend and the providers given, at a tiny flce."""
+    results = Results({}, path)
+    case = runner.Case("flce", TINY, torch.float32, Variant.parse(variant))
+    chosen = [*providers("flce", "torch", "none"), *extra]
+    runner.run([case], lambda op: chosen, CPU, results, seconds=seconds)
+    return {r.provider: r for r in results.records}
+
+
+def provider(name, loss):
+    """A provider from a function of hidden states, weight and labels."""
+    return Provider(name, "pytorch", "", lambda p: lambda: loss(p.input, p.weight, p.target))
+
+
+def plain(x, w, y):
+    return F.cross_entropy(F.linear(x, w), y)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_run_writes_the_agreed_records(op, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    words = [op, "--shape", "32,16,64", "--impl", "torch,triton", "--peers", "pytorch,cce,liger",
+             "--device", "cpu", "--dtype", "float32", "--seconds", "0.05", "--json", str(path)]
+    assert main(words) == 0
+    data = json.loads(path.read_text())
+    header = data["header"]
+    for key in ("device", "driver", "clocks", "torch", "triton", "cutlass", "cuda", "commit", "command", "time"):
+        assert key in header
+    assert header["command"].startswith(f"python -m headmux.bench {op} --shape 32,16,64")
+    records = {r["provider"]: r for r in data["records"]}
+    for record in records.values():
+        assert set(record) >= KEYS
+        assert (record["ms"] is None) == (record["error"] is not None)
+    ours = records["headmux-torch"]
+    assert ours["p20"] <= ours["ms"] <= ours["p80"]
+    assert ours["rounds"] >= 3
+    assert ours["ratio"] == pytest.approx(ours["ms"] / ours["floor_ms"], rel=1e-2)
+    assert ours["extra_mib"] >= ours["extra_mib_beyond_grads"] >= 0
+    assert ours["err_weight_untargeted"] < 1e-4
+    assert records["pytorch"]["ms"] is not None
+    assert "cuda" in records["headmux-triton"]["error"]
+    assert records["pytorch-float"]["error"].startswith("the same as pytorch")
+    peers = [p.name for p in peers_of(op) if p.group in ("liger", "cce")]
+    assert all(records[name]["error"] for name in peers)
+    assert "headmux-torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variant", ["default", "scaled", "nograd", "rows", "half", "scaled+half", "rows+half+trained"])
+@pytest.mark.parametrize("op", OPS)
+def test_reference_agrees_with_plain_pytorch_and_headmux(op, variant):
+    p = problem(op, variant, torch.float64, Shape(32, 16, 64, softcap=3.0))
+    truth = gate.reference(p)
+    chosen = [*providers(op, "torch", "none"), *[q for q in peers_of(op) if q.name == "pytorch"]]
+    for q in chosen:
+        p.clear()
+        found = gate.errors(p, truth, measure.step(p, q.build(p))())
+        assert gate.verdict(p, found) is None, (q.name, found)
+        assert (found["err_weight"] is None) == (variant == "nograd")
+
+
+def test_wrong_gradients_get_no_time():
+    def untargeted_rows_lost(x, w, y):
+        keep = torch.zeros(len(w), 1).index_fill(0, y, 1.0)
+        return plain(x, w.detach() + keep * (w - w.detach()), y)
+
+    def nan(x, w, y):
+        return plain(x, w, y) * float("nan")
+
+    def detached(x, w, y):
+        return plain(x, w.detach(), y)
+
+    def slightly_off(x, w, y):
+        return plain(x, w, y) * 1.01
+
+    wrong = [provider(f.__name__, f) for f in (untargeted_rows_lost, nan, detached, slightly_off)]
+    found = measured(*wrong)
+    for q in wrong:
+        assert found[q.name].ms is None
+        assert found[q.name].error.startswith("gate: ")
+    assert "err_weight_untargeted" in found["untargeted_rows_lost"].error
+    assert "no gradient" in found["detached"].error
+    assert found["headmux-torch"].ms is not None
+
+
+def test_gradients_of_ignored_tokens_must_be_exactly_zero():
+    def leaks(x, w, y):
+        return F.cross_entropy(F.linear(x, w), y) + 1e-12 * x.sum()
+
+    found = measured(provider("leaks", leaks), variant="half")
+    assert "not exactly 0" in found["leaks"].error
+    assert found["headmux-torch"].ms is not None
+
+
+def test_an_approximate_provider_passes_only_where_it_says_so():
+    p = problem()
+    found = {"err_loss": 0.0, "err_input": 0.0, "err_weight": 0.9, "err_weight_untargeted": 0.9}
+    assert gate.verdict(p, found) is not None
+    assert gate.verdict(p, found, ("err_weight", "err_weight_untargeted")) is None
+    assert gate.verdict(p, {**found, "err_weight": float("nan")}, ("err_weight",)) is not None
+
+
+def test_a_failing_provider_is_a_row():
+    calls = iter(range(10**9))
+
+    def missing(p):
+        raise ModuleNotFoundError("No module named 'nowhere'")
+
+    def breaks(x, w, y):
+        raise RuntimeError("boom\nsecond line")
+
+    def breaks_later(x, w, y):
+        if next(calls) > 5:
+            raise RuntimeError("worn out")
+        return plain(x, w, y)
+
+    found = measured(
+        Provider("missing", "cce", "", missing), provider("breaks", breaks), provider("breaks_later", breaks_later)
+    )
+    assert found["missing"].error == "ModuleNotFoundError: No module named 'nowhere'"
+    assert found["breaks"].error == "RuntimeError: boom second line"
+    assert found["breaks_later"].error == "while timed: RuntimeError: worn out"
+    assert found["breaks_later"].ms is None
+    assert found["headmux-torch"].ms is not None
+
+
+def test_records_are_written_as_they_are_finished(tmp_path):
+    path = tmp_path / "out.json"
+    results = Results({"device": "x"}, path)
+    for n in (1, 2):
+        results.put(Record("flce", "a", n, 1, 1, "float32", "default", error="none"))
+        assert [r.n for r in Results.load(path).records] == list(range(1, n + 1))
+    results.put(Record("flce", "a", 2, 1, 1, "float32", "default", ms=1.0))
+    assert [r.ms for r in Results.load(path).records] == [None, 1.0]
+    assert list(tmp_path.iterdir()) == [path]
+    path.write_text("[]")
+    with pytest.raises(ValueError, match="header and records"):
+        Results.load(path)
+
+
+def test_compare_catches_a_planted_slowdown(tmp_path, capsys):
+    def slow(x, w, y):
+        time.sleep(0.02)
+        return plain(x, w, y)
+
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    measured(provider("p", plain), path=old, seconds=0.3)
+    measured(provider("p", slow), path=new, seconds=0.3)
+    assert main(["compare", str(old), str(new)]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(" p N=32 " in line and "REGRESSION" in line and "times as slow" in line for line in lines)
+    assert main(["compare", str(old), str(old)]) == 0
+
+
+def test_compare_tells_noise_memory_errors_and_lost_times_apart(tmp_path):
+    record = Record("flce", "p", 1, 1, 1, "float32", "default", ms=10.0, p20=9.9, p80=10.1, floor_ms=5.0, ratio=2.0,
+                    extra_mib=100.0, err_input=1e-3, rounds=30, syncs=0, graph=True)
+
+    def regressions(**new):
+        old_file, new_file = Results({}), Results({})
+        old_file.put(record)
+        new_file.put(dataclasses.replace(record, **new))
+        (change,) = compare.changes(old_file, new_file)
+        return change.regressions
+
+    assert regressions() == ()
+    assert regressions(ms=10.8, p20=10.7, p80=10.9, ratio=2.16)
+    assert regressions(ms=10.8, p20=5.0, p80=20.0, ratio=2.16) == ()
+    assert regressions(ms=20.0, p20=19.9, p80=20.1, floor_ms=10.0) == ()
+    assert regressions(extra_mib=107.0) == ()
+    assert "MiB" in regressions(extra_mib=150.0)[0]
+    assert "err_input" in regressions(err_input=5e-3)[0]
+    assert "synchronisations" in regressions(syncs=1)[0]
+    assert "graph" in regressions(graph=False)[0]
+    assert "no time any more: gate" in regressions(ms=None, error="gate")[0]
+    assert compare.changes(Results({}), Results({})) == []
+
+
+@pytest.fixture
+def results(tmp_path):
+    found = Results({"device": "D", "torch": "T", "commit": "C", "time": "now", "command": "run it"},
+                    tmp_path / "in.json")
+    for n in (1024, 2048, 4096):
+        for name, factor in (("headmux-triton", 1.02), ("liger", 2.4), ("pytorch", 1.1), ("torch-lce", 5.0)):
+            found.put(Record(
+                "flce", name, n, 64, 1000, "bfloat16", "default", ms=n / 100 * factor, p20=1.0, p80=2.0,
+                floor_ms=n / 100, ratio=factor, extra_mib=100.0 * factor, extra_mib_beyond_grads=50.0 * factor,
+                err_loss=1e-7, err_input=2e-3, syncs=0, graph=True, rounds=30,
+            ))
+        found.put(Record("flce", "quack", n, 64, 1000, "bfloat16", "default", error="not here"))
+    return found
+
+
+def test_report_renders(results, capsys):
+    assert main(["report", str(results.path)]) == 0
+    text = capsys.readouterr().out
+    assert "flce N=1024 H=64 V=1000 bfloat16, default" in text
+    assert "quack: not here" in text
+    order = [text.index(name) for name in ("floor (", "headmux-triton", "pytorch", "liger", "torch-lce")]
+    assert order == sorted(order)
+    markdown = report.tables(results, markdown=True)
+    rows = [line for line in markdown.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in rows}) == 1
+
+
+def test_pictures_are_drawn_for_light_and_dark_pages(results, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert main(["plot", str(results.path), "--out", str(tmp_path / "p")]) == 0
+    written = capsys.readouterr().out.splitlines()
+    for kind in ("time", "ratio", "memory", "pareto"):
+        for theme in ("light", "dark"):
+            (one,) = [w for w in written if w.endswith(f"-{kind}-{theme}.png")]
+            assert Path(one).stat().st_size > 5000
+
+
+def test_peak_memory_counts_what_is_held_at_once():
+    p = problem()
+
+    def one():
+        a = torch.empty(2**20)
+        return a[:1].clone()
+
+    def two():
+        return (torch.ones(2**20) + torch.ones(2**20))[:1].clone()
+
+    assert 4 <= measure.peak_bytes(p, one) / measure.MIB < 4.1
+    assert 12 <= measure.peak_bytes(p, two) / measure.MIB < 12.1
+
+
+def test_environment_is_hidden_and_restored(monkeypatch):
+    monkeypatch.setenv("LIGER_KERNEL_IMPL", "triton")
+    monkeypatch.setenv("HEADMUX_IMPL_FLCE", "nowhere")
+    with masked_environment():
+        assert not [k for k in os.environ if k.startswith(("LIGER_KERNEL_IMPL", "HEADMUX_IMPL"))]
+    assert os.environ["LIGER_KERNEL_IMPL"] == "triton"
+    assert os.environ["HEADMUX_IMPL_FLCE"] == "nowhere"
+
+
+@pytest.mark.parametrize("command", ["selection", "host"])
+def test_host_commands(command, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    words = [command, "--op", "flce", "--device", "cpu", "--json", str(path)]
+    assert main(words + (["--impl", "torch"] if command == "host" else [])) == 0
+    records = Results.load(path).records
+    assert "selection" in {r.provider for r in records} or "headmux-torch" in {r.provider for r in records}
+    assert all(r.ms is None or r.ms > 0 for r in records)
+    assert "flce" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [
+    ["--shape", "1,2"],
+    ["--shape", "0,2,3"],
+    ["--shape", "1,2,x"],
+    ["--variant", "sideways"],
+    ["--variant", "rows+scaled"],
+    ["--peers", "nobody"],
+    ["--impl", "nobody"],
+    ["--dtype", "int8"],
+])
+def test_wrong_usage_is_told(words, capsys):
+    assert main(["flce", "--device", "cpu", *words]) == 2
+    assert words[1] in capsys.readouterr().err
+
+
+def test_variants_and_presets():
+    for text in ("default", "scaled", "nograd", "rows", "half", "trained", "half+trained", "scaled+half"):
+        assert str(Variant.parse(text)) == text
+    assert str(Variant.parse("default+half")) == "half"
+    assert {(s.n, s.h, s.v) for s in PRESETS["seeds"].shapes["flce"]} >= {
+        (1024, 4096, 128256), (16384, 4096, 128256), (16384, 4096, 32000)
+    }
+    assert {s.v for s in PRESETS["models"].shapes["jsd"]} >= {151936, 128256, 256000, 262144}
+    with pytest.raises(LookupError, match="nobody"):
+        providers("flce", "none", "nobody")
+    assert [p.name for p in providers("flce", "torch", "pytorch")] == [
+        "headmux-torch", "headmux-torch-f32acc", "pytorch", "pytorch-float"
+    ]
