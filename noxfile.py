@@ -16,7 +16,7 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
 TORCH = "torch==2.13.0"
-TYPED = {"dispatch": "headmux", "ops": "headmux.ops", "backends/common": "headmux.backends.common"}
+TYPED = {"dispatch": "headmux", "ops": "headmux.ops"}
 
 
 def _install(session: nox.Session, *extras: str) -> None:

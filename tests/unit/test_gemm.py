@@ -1,0 +1,247 @@
+"""How products reach a running sum: which way is taken, its error, and that no second [V, H] is made."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headmux.backends.common import gemm
+from headmux.backends.common.gemm import Way, accumulate, is_native, operand, product, way, wide_dtype
+from headmux.backends.common.storage import capacity, logits_inside
+
+F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CAPABILITIES = [(7, 0), (7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
+
+
+def mock(monkeypatch: pytest.MonkeyPatch, have: tuple[int, int] | None, hip: str | None = None) -> None:
+    monkeypatch.setattr(gemm, "capability", lambda device: have if device.type == "cuda" else None)
+    monkeypatch.setattr(torch.version, "hip", hip)
+
+
+# operands, sum -> way where the GEMM is native (capability 8.0), way elsewhere
+TABLE = {
+    (F32, F32): (Way.DIRECT, Way.DIRECT),
+    (F64, F64): (Way.DIRECT, Way.DIRECT),
+    (F16, F16): (Way.DIRECT, Way.STAGED),
+    (BF16, BF16): (Way.DIRECT, Way.STAGED),
+    (F16, F32): (Way.WIDE, Way.STAGED),
+    (BF16, F32): (Way.WIDE, Way.STAGED),
+}
+
+
+@pytest.mark.parametrize(("operands", "total"), list(itertools.product((F32, F64, F16, BF16), repeat=2)))
+@pytest.mark.parametrize("have", [None, *CAPABILITIES])
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_way(
+    monkeypatch: pytest.MonkeyPatch,
+    operands: torch.dtype,
+    total: torch.dtype,
+    have: tuple[int, int] | None,
+    hip: str | None,
+) -> None:
+    """Every pair of dtypes on every kind of device; what is not in the table is staged."""
+    mock(monkeypatch, have, hip)
+    native, other = TABLE.get((operands, total), (Way.STAGED, Way.STAGED))
+    device = CPU if have is None else CUDA
+    expected = native if have is not None and have >= (8, 0) and hip is None else other
+    assert way(operands, total, device) is expected
+
+
+def test_operands_are_widened_only_where_the_gemm_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(3, 4)
+    for dtype in (F32, F64):
+        assert operand(values, dtype).dtype == dtype
+    for dtype in (F16, BF16):
+        rounded = operand(values, dtype)
+        assert rounded.dtype == F32
+        assert torch.equal(rounded, values.to(dtype).float())
+    mock(monkeypatch, (9, 0))
+    assert is_native(BF16, CUDA)
+    assert not is_native(BF16, CPU)
+    mock(monkeypatch, (7, 5))
+    assert not is_native(F16, CUDA)
+    assert is_native(F32, CUDA)
+    assert wide_dtype(F64) == F64
+    assert {wide_dtype(d) for d in (F32, F16, BF16)} == {F32}
+
+
+class Sizes(TorchDispatchMode):
+    """Elements of the largest tensor that is made, views of ``known`` aside."""
+
+    def __init__(self, *known: Tensor) -> None:
+        super().__init__()
+        self._known = {t.untyped_storage().data_ptr() for t in known}
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for t in found if isinstance(found, (tuple, list)) else (found,):
+            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in self._known:
+                self.largest = max(self.largest, t.numel())
+        return found
+
+
+R, C, N, CHUNKS, ROWS = 96, 40, 64, 4, 16
+
+
+def pieces_of(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[R, N] and [N, C] with products of one sign, so that rounding a running sum shows."""
+    generator = torch.Generator().manual_seed(1)
+    left = torch.rand(R, N, generator=generator, dtype=F64).add_(0.5).to(dtype)
+    right = torch.rand(N, C, generator=generator, dtype=F64).add_(0.5).to(dtype)
+    return left, right
+
+
+def worst(total: Tensor, left: Tensor, right: Tensor) -> float:
+    exact = left.double() @ right.double()
+    return float(((total.double() - exact) / exact).abs().max())
+
+
+# relative error of a sum of positive products: a few roundings of the sum's dtype, one a chunk
+EPS = {F64: 2.0**-52, F32: 2.0**-23, F16: 2.0**-10, BF16: 2.0**-7}
+
+
+@pytest.mark.parametrize("operands", [F32, F64, F16, BF16])
+@pytest.mark.parametrize("total_dtype", [F32, F64, F16, BF16])
+@pytest.mark.parametrize("left_dtype", ["operands", "wide"])
+@pytest.mark.parametrize("rows", [ROWS, 7, R, 1000])
+def test_sums(operands: torch.dtype, total_dtype: torch.dtype, left_dtype: str, rows: int) -> None:
+    left, right = pieces_of(operands)
+    given = left if left_dtype == "operands" else left.to(wide_dtype(operands))
+    total = torch.full((R, C), torch.nan, dtype=total_dtype)
+    step = N // CHUNKS
+    for i in range(CHUNKS):
+        tokens = slice(i * step, (i + 1) * step)
+        accumulate(total, given[:, tokens], right[tokens], operands, first=i == 0, rows=rows)
+    accumulated = max(EPS[wide_dtype(operands)], EPS[total_dtype])
+    # half an ulp a rounding to the sum, and the wide sums' own roundings
+    assert worst(total, left, right) <= CHUNKS * accumulated / 2 + 8 * EPS[wide_dtype(operands)]
+
+
+@pytest.mark.parametrize("operands", [F16, BF16])
+def test_wide_sum_is_independent_of_chunks(operands: torch.dtype) -> None:
+    """With an fp32 sum, sixteen chunks are as exact as one; with a 16-bit sum they would not be."""
+    left, right = pieces_of(operands)
+    errors = {}
+    for dtype, chunks in itertools.product((F32, operands), (1, 16)):
+        total = torch.empty(R, C, dtype=dtype)
+        for i in range(chunks):
+            tokens = slice(i * N // chunks, (i + 1) * N // chunks)
+            accumulate(total, left[:, tokens], right[tokens], operands, first=i == 0, rows=ROWS)
+        errors[dtype, chunks] = worst(total.to(operands), left, right)
+    assert errors[F32, 16] <= 1.1 * errors[F32, 1]
+    assert errors[operands, 16] > 1.1 * errors[operands, 1]
+
+
+@pytest.mark.parametrize(("operands", "total_dtype"), [(F32, F32), (F64, F64), (F16, F32), (BF16, BF16), (BF16, F32)])
+@pytest.mark.parametrize("first", [True, False])
+def test_no_second_total(operands: torch.dtype, total_dtype: torch.dtype, first: bool) -> None:
+    left, right = pieces_of(operands)
+    total = torch.zeros(R, C, dtype=total_dtype)
+    with Sizes(total, left, right) as seen:
+        accumulate(total, left, right, operands, first=first, rows=ROWS)
+    staged = way(operands, total_dtype, CPU) is Way.STAGED
+    assert seen.largest <= max(ROWS * C, ROWS * N, N * C)
+    assert seen.largest < R * C
+    assert (seen.largest > 0) == staged
+
+
+@pytest.mark.parametrize("have", [(7, 5), (8, 0), (9, 0)])
+@pytest.mark.parametrize(("operands", "total_dtype"), [(F16, F16), (BF16, BF16), (F16, F32), (BF16, F32), (F32, F32)])
+@pytest.mark.parametrize("first", [True, False])
+def test_calls_on_cuda(
+    monkeypatch: pytest.MonkeyPatch,
+    have: tuple[int, int],
+    operands: torch.dtype,
+    total_dtype: torch.dtype,
+    first: bool,
+) -> None:
+    """With a GPU's capability mocked: one GEMM into the sum where it can, blocks of wide products where not.
+
+    The GEMMs of a GPU are stood in for by ones that round once, to the dtype that was asked for.
+    """
+    monkeypatch.setattr(gemm, "capability", lambda device: have)
+    calls: list[str] = []
+
+    def result(a: Tensor, b: Tensor, add: Tensor | None, out: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+        assert a.dtype == b.dtype
+        wide = a.to(F64) @ b.to(F64) + (0 if add is None else add.to(F64))
+        found = wide.to(out_dtype or a.dtype)
+        if out is None:
+            return found
+        assert out.dtype == found.dtype
+        out.copy_(found)
+        return out
+
+    def mm(a: Tensor, b: Tensor, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        calls.append("mm" if out_dtype is None else "mm wide")
+        return result(a, b, None, out, out_dtype)
+
+    def addmm(
+        total: Tensor, a: Tensor, b: Tensor, *, out: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        calls.append("addmm" if out_dtype is None else "addmm wide")
+        return result(a, b, total, out, out_dtype)
+
+    left, right = pieces_of(operands)
+    total = torch.full((R, C), torch.nan if first else 1.0, dtype=total_dtype)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    accumulate(total, left, right, operands, first=first, rows=ROWS)
+    monkeypatch.undo()
+    bound = max(EPS[total_dtype], EPS[F32])
+    assert worst(total if first else total - 1.0, left, right) <= 2 * bound
+    name = "mm" if first else "addmm"
+    if operands == total_dtype and (have >= (8, 0) or operands == F32):
+        assert calls == [name]
+    elif have >= (8, 0):
+        assert calls == [f"{name} wide"]
+    else:
+        assert calls == ["mm"] * (R // ROWS)
+
+
+@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16])
+@pytest.mark.parametrize("total_dtype", [F32, F64, F16, BF16])
+def test_product_formed_inside_its_sum(dtype: torch.dtype, total_dtype: torch.dtype) -> None:
+    """The left operand lies in the storage of the sum that overwrites it."""
+    tokens = min(N, capacity(total_dtype, C, dtype))
+    left, right = pieces_of(dtype)
+    total = torch.full((R, C), torch.nan, dtype=total_dtype)
+    held = logits_inside(total, tokens, dtype)
+    held.copy_(left[:, :tokens])
+    accumulate(total, held, right[:tokens], dtype, first=True, rows=ROWS, inside=True)
+    bound = max(EPS[total_dtype], EPS[wide_dtype(dtype)])
+    assert worst(total, left[:, :tokens], right[:tokens]) <= bound / 2 + 8 * EPS[wide_dtype(dtype)]
+
+
+@pytest.mark.parametrize("total_dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("held", [F32, F16, BF16])
+def test_storage_holds_as_many_tokens_as_fit(total_dtype: torch.dtype, held: torch.dtype) -> None:
+    total = torch.zeros(R, C, dtype=total_dtype)
+    most = capacity(total_dtype, C, held)
+    assert 0 < most * held.itemsize <= C * total_dtype.itemsize
+    view = logits_inside(total, most, held)
+    assert view.shape == (R, most)
+    assert view.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
+    view.fill_(1.0)
+    row = view[5].untyped_storage().data_ptr() + view[5].storage_offset() * held.itemsize
+    mine = total[5].untyped_storage().data_ptr() + total[5].storage_offset() * total_dtype.itemsize
+    assert mine <= row
+    assert row + most * held.itemsize <= mine + C * total_dtype.itemsize
+    with pytest.raises(ValueError, match=f"{most + 1000} tokens of {held} do not fit in rows of {C} {total_dtype}"):
+        logits_inside(total, most + 1000, held)
+
+
+def test_product_widens() -> None:
+    left, right = (operand(t, BF16) for t in pieces_of(BF16))
+    out = torch.empty(R, C)
+    assert product(left, right, out=out) is out
+    assert torch.equal(out, product(left, right))
+    assert product(left, right).dtype == F32
+    assert product(left.double(), right.double()).dtype == F64

@@ -1,0 +1,141 @@
+"""The memory budget: where it comes from, what it may be, and that plans keep to it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+
+import pytest
+import torch
+
+import headmux
+from headmux import get_op
+from headmux.backends.common.budget import MIB, VARIABLE, budget, budget_bytes, budget_for, current
+from headmux.backends.common.plan import pieces, plan
+
+COPIES = 3
+SHAPES = list(
+    itertools.product((1, 7, 64, 1000, 8192, 65536), (2, 11, 1000, 32000, 128256, 262144), (8, 4096, 16384))
+)
+
+
+@pytest.mark.parametrize("mb", [0.02, 1, 56, 256, 4096])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("widened", [False, True])
+def test_plans_keep_to_the_budget(mb: float, device: str, widened: bool) -> None:
+    """But for the least that can be held: one row of one token's block, one token's logits."""
+    with budget(mb):
+        for (tokens, vocabulary, hidden), wide, held in itertools.product(SHAPES, (4, 8), (2, 4)):
+            p = plan(
+                tokens, vocabulary, hidden, wide_bytes=wide, held_bytes=held, device_type=device, widened=widened
+            )
+            again = plan(
+                tokens, vocabulary, hidden, wide_bytes=wide, held_bytes=held, device_type=device, widened=widened
+            )
+            assert p == again
+            most = min(tokens, p.tokens)
+            rows = p.rows(most)
+            block = rows * (most * wide + (hidden * wide if widened else 0))
+            least_block = most * wide + (hidden * wide if widened else 0)
+            chunk = p.chunk * vocabulary * held
+            assert 1 <= p.tokens <= max(1, tokens)
+            assert 1 <= rows <= vocabulary
+            assert 1 <= p.chunk <= tokens
+            limit = mb * MIB
+            blocks = COPIES * (block if block > least_block else 0)
+            assert blocks + (chunk if p.chunk > 1 else 0) <= limit, (tokens, vocabulary, hidden, p)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
+def test_a_bigger_budget_never_means_smaller_pieces(device: str) -> None:
+    for tokens, vocabulary, hidden in SHAPES:
+        chunks = []
+        for mb in (1, 16, 64, 256, 1024, 8192):
+            with budget(mb):
+                p = plan(tokens, vocabulary, hidden, wide_bytes=4, held_bytes=2, device_type=device, widened=True)
+            chunks.append(math.ceil(tokens / p.chunk))
+        assert chunks == sorted(chunks, reverse=True)
+
+
+def test_blocks_cover_the_vocabulary_once() -> None:
+    for tokens, vocabulary, hidden in SHAPES:
+        p = plan(tokens, vocabulary, hidden, wide_bytes=4, held_bytes=2, device_type="cpu", widened=True)
+        blocks = list(p.blocks(min(tokens, p.tokens)))
+        assert blocks[0].start == 0
+        assert blocks[-1].stop == vocabulary
+        assert all(a.stop == b.start for a, b in itertools.pairwise(blocks))
+
+
+@pytest.mark.parametrize(("total", "size"), [(0, 3), (1, 3), (3, 3), (10, 3), (10, 100)])
+def test_pieces(total: int, size: int) -> None:
+    found = list(pieces(total, size))
+    assert [i for s in found for i in range(s.start, s.stop)] == list(range(total))
+    assert all(0 < s.stop - s.start <= size for s in found)
+
+
+def test_defaults() -> None:
+    assert current() is None
+    assert budget_for("cpu") == 56 * MIB
+    assert budget_for("cuda") == budget_for("xpu") == 256 * MIB
+
+
+def test_order_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, " 2.5 ")
+    assert current() == budget_for("cpu") == budget_for("cuda") == int(2.5 * MIB)
+    with budget(3):
+        assert current() == 3 * MIB
+        with budget_bytes(None):
+            assert current() == 3 * MIB
+        with budget_bytes(7):
+            assert current() == 7
+        assert current() == 3 * MIB
+    monkeypatch.setenv(VARIABLE, "  ")
+    assert current() is None
+    assert headmux.budget is budget
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e400", "64MB", "sixty"])
+def test_bad_variable(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    """Told at the call, naming the variable and the value."""
+    monkeypatch.setenv(VARIABLE, value)
+    x = torch.zeros(2, 4)
+    with pytest.raises(ValueError, match=f"{VARIABLE}='{value}' must be a number of MiB above 0"):
+        get_op("flce")(x, x, torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("value", [0, -1, 0.0, math.nan, math.inf])
+def test_bad_budget(value: float) -> None:
+    with pytest.raises(ValueError, match=r"budget=.* must be a number of MiB above 0"), budget(value):
+        pass
+
+
+@pytest.mark.parametrize("value", ["64", None, True, torch.tensor(64)])
+def test_budget_of_another_type(value: object) -> None:
+    with pytest.raises(TypeError, match="budget takes a number of MiB"), budget(value):  # type: ignore[arg-type]
+        pass
+
+
+def test_budget_is_of_the_thread() -> None:
+    seen: list[int | None] = []
+    with budget(5):
+        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+    assert seen == [None]
+
+
+@pytest.mark.parametrize("op", ["flce", "jsd", "linear_logp"])
+def test_results_do_not_depend_on_the_budget(op: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 16, generator=generator).requires_grad_() for n in (50, 700))
+    t = torch.randint(0, 700, (50,), generator=generator)
+    found = []
+    for mb in (0.02, 0.5, 64):
+        with budget(mb):
+            args = (x, w, x.detach() * 2, w.detach()) if op == "jsd" else (x, w, t)
+            loss = get_op(op)(*args, impl="torch").sum()
+        found.append((loss.detach(), *torch.autograd.grad(loss, (x, w))))
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
