@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from headmux.backends.torch import flce, jsd, linear_logp
+from headmux.backends.common import flce, linear_logp
+from headmux.backends.torch import jsd
+from headmux.backends.torch.softmax import TorchSoftmax
 from headmux.contract import Backend
 
 backend = Backend(
     "torch",
-    kernels={"flce": flce.kernel, "jsd": jsd.kernel, "linear_logp": linear_logp.kernel},
+    kernels={"flce": flce.kernel(TorchSoftmax), "jsd": jsd.kernel, "linear_logp": linear_logp.kernel(TorchSoftmax)},
 )

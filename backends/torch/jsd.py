@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from headmux.backends.common.head import Gradients, Head
 from headmux.backends.common.plan import Plan, pieces, plan
+from headmux.backends.common.residual import scaled
 from headmux.backends.common.storage import padded, rows_of
-from headmux.backends.torch.head import Gradients, Head
-from headmux.backends.torch.residual import scaled
 from headmux.contract import Kernel, Upstream
 
 if TYPE_CHECKING:

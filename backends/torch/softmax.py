@@ -1,150 +1,47 @@
-"""Softmax over the vocabulary of a linear head: statistics per token, and gradients from them.
+"""Softmax over the vocabulary in PyTorch.
 
-Everything flce and linear_logp need of their logits is here. Blocks of wide logits are made, looked at, and either
-dropped or kept as exponentials e = exp(z - m), m being the token's largest logit of that block, in the operands' dtype:
-p = e * exp(m - lse) then needs no second look at the logits and no second exponential, and a rounded e holds z to 0.004
-in bf16 whatever the size of z, where a rounded z of 30 is off by 0.06.
+Blocks of wide logits are made, looked at, and either dropped or kept as exponentials e = exp(z - m), m being the
+token's largest logit of that block, in the operands' dtype: p = e * exp(m - lse) then needs no second look at the logits
+and no second exponential, and a rounded e holds z to 0.004 in bf16 whatever the size of z, where a rounded z of 30 is
+off by 0.06.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from headmux.backends.common.labels import Labels
-from headmux.backends.common.plan import Plan, pieces, plan
-from headmux.backends.common.storage import capacity, logits_inside, padded, rows_of
-from headmux.backends.torch.head import Gradients, Head
+from headmux.backends.common.plan import pieces
+from headmux.backends.common.softmax import Coefficients, Softmax, Statistics, shifted
+from headmux.backends.common.storage import padded
 
 # fp16 exponentials are scaled into the upper end of their range: the smallest kept is e^-26 instead of e^-16
 _FP16_GAIN = 2.0**14
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which statistics beside the logsumexp and the target's logit are needed.
+class TorchSoftmax(Softmax):
+    """Blocks of logits through PyTorch's own operations."""
 
-    Attributes:
-        entropy: The entropy.
-        best: The index of the largest logit.
-        smoothed: Sum over the vocabulary of the logits times these [V] weights; a float stands for equal ones.
-    """
-
-    entropy: bool = False
-    best: bool = False
-    smoothed: Tensor | float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """Per token, in the wide dtype; None if not wanted. Finite for tokens with a label out of range."""
-
-    lse: Tensor
-    target_logit: Tensor
-    entropy: Tensor | None
-    best: Tensor | None
-    smoothed: Tensor | None
-
-    @classmethod
-    def joined(cls, parts: list[Statistics]) -> Statistics:
-        """The statistics of consecutive tokens."""
-        if len(parts) == 1:
-            return parts[0]
-        columns = [[getattr(p, f) for p in parts] for f in ("lse", "target_logit", "entropy", "best", "smoothed")]
-        return cls(*(None if c[0] is None else torch.cat(c) for c in columns))
-
-
-@dataclass(frozen=True, slots=True)
-class Coefficients:
-    """The gradient of a token's loss with respect to its logit z_j, per token:
-
-    ``p_j * (softmax + entropy * log p_j) - smoothing * u_j - label * [j = y]``, u being ``Wanted.smoothed``.
-    """
-
-    softmax: Tensor
-    label: Tensor
-    entropy: Tensor | None = None
-    smoothing: Tensor | None = None
-
-
-CoefficientsOf = Callable[[Statistics, slice], Coefficients]
-
-
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Logits that a forward keeps for its backward in the storage of the future grad_weight."""
-
-    total: Tensor
-    held: Tensor
-    offsets: Tensor
-    statistics: Statistics
-
-
-class Softmax:
-    """The softmax of a head's logits, as one call needs it."""
-
-    def __init__(
-        self,
-        head: Head,
-        labels: Labels,
-        wanted: Wanted,
-        needs: tuple[bool, ...],
-        dtypes: tuple[torch.dtype, ...],
-        accum_dtype: torch.dtype | None,
-    ) -> None:
-        self.head, self.labels, self.wanted, self.needs, self.dtypes = head, labels, wanted, needs, dtypes
-        self.tokens, self.hidden = head.input.shape
-        self.vocabulary = head.weight.shape[0]
+    def prepare(self) -> None:
+        """Keep exponentials, but where logits are still needed after an exponential has underflowed."""
+        head, wanted = self.head, self.wanted
         # where an exponential underflows the logit is lost, which only a softcap under smoothing would still need
         self._as_logits = head.softcap is not None and wanted.smoothed is not None
-        self._held_dtype = head.wide if self._as_logits else head.dtype
-        self._gain = _FP16_GAIN if self._held_dtype == torch.float16 else 1.0
-        self._total_dtype = dtypes[1]
-        if accum_dtype is not None and self.tokens > self._capacity(dtypes[1]):
-            self._total_dtype = head.wide
-        self._plain = wanted.smoothed is None and head.softcap is None
-        self.plan: Plan = plan(
-            self.tokens,
-            self.vocabulary,
-            self.hidden,
-            wide_bytes=head.wide.itemsize,
-            held_bytes=self._held_dtype.itemsize,
-            device_type=head.weight.device.type,
-            widened=head.widened,
-            copies=2 if self._plain and not wanted.entropy else 5,
-        )
-
-    def _capacity(self, total_dtype: torch.dtype) -> int:
-        return capacity(total_dtype, self.hidden, self._held_dtype)
-
-    # ------------------------------------------------------------------------------------------------ forward
+        self._plain = head.softcap is None and wanted.smoothed is None
+        self.held_dtype = head.wide if self._as_logits else head.dtype
+        self._gain = _FP16_GAIN if self.held_dtype == torch.float16 else 1.0
+        self.copies = 2 if self._plain and not wanted.entropy else 5
 
     def statistics(self) -> Statistics:
-        """Statistics of every token, nothing kept."""
-        return self._look(slice(0, self.tokens))[0]
+        """Statistics of every token: blocks are dropped once looked at, so the logits are never held."""
+        return self.look(slice(0, self.tokens), None)[0]
 
-    def can_keep(self) -> bool:
-        """Whether the forward can keep every token's logits for the backward without memory of its own."""
-        return self.needs[1] and self.tokens <= self._capacity(self._total_dtype)
-
-    def keep(self) -> Kept:
-        """Statistics of every token, and their logits inside the future grad_weight."""
-        total = self._new_total()
-        held = logits_inside(total, self.tokens, self._held_dtype)
-        statistics, offsets = self._look(slice(0, self.tokens), held)
-        return Kept(total, held, offsets, statistics)
-
-    def _new_total(self) -> Tensor:
-        return self.head.weight.new_empty((self.vocabulary, self.hidden), dtype=self._total_dtype)
-
-    def _look(self, tokens: slice, held: Tensor | None = None) -> tuple[Statistics, Tensor]:
-        """Statistics of these tokens and the offsets of their blocks; with ``held`` [V, n], keep what is looked at."""
+    def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Tensor]:
+        """Statistics of these tokens and the largest logit of each block, [blocks, n]."""
         rows = self.plan.rows(tokens.stop - tokens.start)
         parts = [
-            self._look_at(_shifted(c, tokens.start), rows, None if held is None else held[:, c])
+            self._look_at(shifted(c, tokens.start), rows, None if held is None else held[:, c])
             for c in pieces(tokens.stop - tokens.start, self.plan.tokens)
         ]
         return Statistics.joined([s for s, _ in parts]), torch.cat([o for _, o in parts], dim=1)
@@ -222,41 +119,9 @@ class Softmax:
         else:
             torch.sum(z, 0, out=out)
 
-    # ------------------------------------------------------------------------------------------------ gradients
-
-    def finish(self, kept: Kept, coefficients: CoefficientsOf) -> tuple[Tensor | None, ...]:
-        """Gradients from what a forward kept, which is consumed."""
-        every = slice(0, self.tokens)
-        gradients = Gradients(self.head, self.needs, self.dtypes, kept.total, self.plan)
-        self._to_gradient(kept.held, kept.offsets, kept.statistics, every, coefficients(kept.statistics, every))
-        gradients.add(kept.held, every, inside=True)
-        return gradients.result()
-
-    def gradients(self, coefficients: CoefficientsOf) -> tuple[Statistics, tuple[Tensor | None, ...]]:
-        """Statistics and gradients of every token in one pass over chunks of tokens."""
-        total = self._new_total() if self.needs[1] else None
-        gradients = Gradients(self.head, self.needs, self.dtypes, total, self.plan)
-        found = []
-        inside = 0 if total is None else min(self.tokens, self._capacity(total.dtype))
-        buffer: Tensor | None = None
-        for tokens in (*pieces(inside, max(1, inside)), *_after(inside, self.tokens, self.plan.chunk)):
-            count = tokens.stop - tokens.start
-            if total is not None and tokens.stop <= inside:
-                held = logits_inside(total, count, self._held_dtype)
-            else:
-                if buffer is None:
-                    buffer = self.head.input.new_empty(self.vocabulary * padded(count), dtype=self._held_dtype)
-                held = rows_of(buffer, self.vocabulary, count)
-            statistics, offsets = self._look(tokens, held)
-            self._to_gradient(held, offsets, statistics, tokens, coefficients(statistics, tokens))
-            gradients.add(held, tokens, inside=tokens.stop <= inside)
-            found.append(statistics)
-        return Statistics.joined(found), gradients.result()
-
-    def _to_gradient(
-        self, held: Tensor, offsets: Tensor, statistics: Statistics, tokens: slice, by: Coefficients
-    ) -> None:
-        """Turn kept logits [V, n] into the gradient with respect to ``input @ weight.T``, in place."""
+    def to_gradient(self, held: Tensor, state: Tensor, statistics: Statistics, tokens: slice, by: Coefficients) -> None:
+        """A factor per token and block, and what the options add."""
+        offsets = state
         head = self.head
         lse, chain = statistics.lse, head.chain(tokens)
         factors = torch.exp(offsets - lse).div_(self._gain)
@@ -312,11 +177,3 @@ class Softmax:
         if self.head.softcap is not None:
             g *= self.head.softcap_factor(z, tokens)
         return g * chain
-
-
-def _after(start: int, stop: int, size: int) -> list[slice]:
-    return [_shifted(c, start) for c in pieces(stop - start, size)]
-
-
-def _shifted(piece: slice, by: int) -> slice:
-    return slice(piece.start + by, piece.stop + by)

@@ -1,24 +1,29 @@
-"""linear_logp in PyTorch: log-probabilities, entropies and logit gradients from softmax statistics."""
+"""linear_logp from a backend's softmax: log-probabilities, entropies and logit gradients from its statistics."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from headmux.backends.common.head import Head
 from headmux.backends.common.labels import Labels
-from headmux.backends.torch.head import Head
-from headmux.backends.torch.softmax import Coefficients, Kept, Softmax, Statistics, Wanted
-from headmux.contract import Kernel, Upstream
+from headmux.backends.common.softmax import Coefficients, Kept, MakeSoftmax, Softmax, Statistics, Wanted
+from headmux.contract import Kernel, Requirement, Upstream
 
 if TYPE_CHECKING:
     from headmux.ops.linear_logp import LinearLogpArgs
 
 
-def forward(args: LinearLogpArgs) -> tuple[tuple[Tensor | None, ...], Any]:
-    """Log-probabilities per token; keeps what saves the backward a product."""
-    labels, softmax = _softmax(args, entropy=args.return_entropy)
+def kernel(make: MakeSoftmax, *requires: Requirement) -> Kernel:
+    """The kernel of a backend that supplies a softmax."""
+    return Kernel(partial(_forward, make), partial(_backward, make), requires)
+
+
+def _forward(make: MakeSoftmax, args: LinearLogpArgs) -> tuple[tuple[Tensor | None, ...], Any]:
+    labels, softmax = _softmax(make, args, entropy=args.return_entropy)
     residual = softmax.keep() if any(args.needs) and softmax.can_keep() else None
     s = softmax.statistics() if residual is None else residual.statistics
     logp = labels.masked(labels.poisoned(s.target_logit - s.lse))
@@ -26,10 +31,11 @@ def forward(args: LinearLogpArgs) -> tuple[tuple[Tensor | None, ...], Any]:
     return (logp, entropy, labels.masked(s.lse) if args.return_lse else None), residual
 
 
-def backward(args: LinearLogpArgs, residual: Any, upstream: Upstream) -> tuple[Tensor | None, ...]:
-    """Gradients from what the forward kept, or from the start."""
+def _backward(
+    make: MakeSoftmax, args: LinearLogpArgs, residual: Any, upstream: Upstream
+) -> tuple[Tensor | None, ...]:
     logp, entropy, lse = upstream.rows
-    labels, softmax = _softmax(args, entropy=entropy is not None)
+    labels, softmax = _softmax(make, args, entropy=entropy is not None)
 
     def coefficients(s: Statistics, tokens: slice) -> Coefficients:
         softmax, label = torch.zeros_like(s.lse), torch.zeros_like(s.lse)
@@ -48,7 +54,7 @@ def backward(args: LinearLogpArgs, residual: Any, upstream: Upstream) -> tuple[T
     return softmax.gradients(coefficients)[1]
 
 
-def _softmax(args: LinearLogpArgs, *, entropy: bool) -> tuple[Labels, Softmax]:
+def _softmax(make: MakeSoftmax, args: LinearLogpArgs, *, entropy: bool) -> tuple[Labels, Softmax]:
     labels = Labels.of(args.target, args.ignore_index, args.weight.shape[0])
     temperature: float | Tensor = args.temperature
     if args.token_temperature is not None:
@@ -64,7 +70,4 @@ def _softmax(args: LinearLogpArgs, *, entropy: bool) -> tuple[Labels, Softmax]:
     )
     bias = args.weight if args.bias is None else args.bias
     dtypes = (args.input.dtype, args.weight.dtype, bias.dtype)
-    return labels, Softmax(head, labels, Wanted(entropy=entropy), args.needs, dtypes, args.accum_dtype)
-
-
-kernel = Kernel(forward, backward)
+    return labels, make(head, labels, Wanted(entropy=entropy), args.needs, dtypes, args.accum_dtype)

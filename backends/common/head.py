@@ -15,7 +15,6 @@ from headmux.backends.common.gemm import accumulate, is_native, operand, product
 from headmux.backends.common.plan import Plan
 from headmux.backends.common.storage import rows_of
 
-
 _MASKED = -1e30
 
 
@@ -103,12 +102,12 @@ class Gradients:
     ) -> None:
         self._head, self._needs, self._dtypes, self._plan = head, needs, dtypes, plan
         self.total = total
-        self._input = torch.empty_like(head.input, dtype=dtypes[0], memory_format=torch.contiguous_format) if needs[0] else None
+        self._input = head.input.new_empty(head.input.shape, dtype=dtypes[0]) if needs[0] else None
         self._bias: Tensor | None = None
         self._first = True
 
     def add(self, logit_gradient: Tensor, tokens: slice, *, inside: bool = False) -> None:
-        """Add a chunk. ``logit_gradient`` is [V, n]; with ``inside`` it lies in the storage of ``total``, and is lost."""
+        """Add a chunk; with ``inside``, ``logit_gradient`` [V, n] lies in the storage of ``total``, and is lost."""
         head, plan = self._head, self._plan
         if self._input is not None:
             self._input_gradient(logit_gradient, self._input[tokens])

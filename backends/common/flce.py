@@ -1,25 +1,29 @@
-"""flce in PyTorch: losses and logit gradients from softmax statistics."""
+"""flce from a backend's softmax: losses and logit gradients from its statistics."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from headmux.backends.common.head import Head
 from headmux.backends.common.labels import Labels
-from headmux.backends.torch.head import Head
-from headmux.backends.torch.residual import scaled
-from headmux.backends.torch.softmax import Coefficients, Kept, Softmax, Statistics, Wanted
-from headmux.contract import Kernel, Upstream
+from headmux.backends.common.softmax import Coefficients, Kept, MakeSoftmax, Softmax, Statistics, Wanted
+from headmux.contract import Kernel, Requirement, Upstream
 
 if TYPE_CHECKING:
     from headmux.ops.flce import FLCEArgs
 
 
-def forward(args: FLCEArgs) -> tuple[tuple[Tensor | None, ...], Any]:
-    """Losses per token; keeps what saves the backward a product."""
-    labels, softmax = _softmax(args)
+def kernel(make: MakeSoftmax, *requires: Requirement) -> Kernel:
+    """The kernel of a backend that supplies a softmax."""
+    return Kernel(partial(_forward, make), partial(_backward, make), requires)
+
+
+def _forward(make: MakeSoftmax, args: FLCEArgs) -> tuple[tuple[Tensor | None, ...], Any]:
+    labels, softmax = _softmax(make, args)
     residual: Any = None
     if any(args.needs) and softmax.can_keep():
         residual = softmax.keep()
@@ -27,17 +31,16 @@ def forward(args: FLCEArgs) -> tuple[tuple[Tensor | None, ...], Any]:
     elif any(args.needs) and args.row_scale is not None and args.compute_dtype != torch.float16:
         # in fp16 the gradients of a mean underflow before a loss scale arrives, so they wait for it
         scale = args.row_scale
-        statistics, residual = softmax.gradients(lambda s, tokens: _coefficients(args, labels[tokens], s, scale[tokens]))
+        statistics, residual = softmax.gradients(lambda s, t: _coefficients(args, labels[t], s, scale[t]))
     else:
         statistics = softmax.statistics()
     return _outputs(args, labels, statistics), residual
 
 
-def backward(args: FLCEArgs, residual: Any, upstream: Upstream) -> tuple[Tensor | None, ...]:
-    """Gradients from what the forward kept or formed, or from the start."""
-    if isinstance(residual, tuple):
-        return scaled(residual, args.needs, upstream)
-    labels, softmax = _softmax(args)
+def _backward(make: MakeSoftmax, args: FLCEArgs, residual: Any, upstream: Upstream) -> tuple[Tensor | None, ...]:
+    labels, softmax = _softmax(make, args)
+    if isinstance(residual, tuple):  # formed in the forward
+        return softmax.scaled(residual, upstream)
     (loss, *_) = upstream.rows
     assert loss is not None
 
@@ -49,7 +52,7 @@ def backward(args: FLCEArgs, residual: Any, upstream: Upstream) -> tuple[Tensor 
     return softmax.gradients(coefficients)[1]
 
 
-def _softmax(args: FLCEArgs) -> tuple[Labels, Softmax]:
+def _softmax(make: MakeSoftmax, args: FLCEArgs) -> tuple[Labels, Softmax]:
     labels = Labels.of(args.target, args.ignore_index, args.weight.shape[0])
     assert labels.valid is not None
     head = Head(
@@ -65,7 +68,7 @@ def _softmax(args: FLCEArgs) -> tuple[Labels, Softmax]:
     wanted = Wanted(best=args.return_predicted, smoothed=smoothed)
     bias = args.weight if args.bias is None else args.bias
     dtypes = (args.input.dtype, args.weight.dtype, bias.dtype)
-    return labels, Softmax(head, labels, wanted, args.needs, dtypes, args.accum_dtype)
+    return labels, make(head, labels, wanted, args.needs, dtypes, args.accum_dtype)
 
 
 def _outputs(args: FLCEArgs, labels: Labels, s: Statistics) -> tuple[Tensor | None, ...]:
@@ -103,6 +106,3 @@ def _coefficients(args: FLCEArgs, labels: Labels, s: Statistics, upstream: Tenso
     if args.lse_square_scale:
         softmax = softmax + 2 * args.lse_square_scale * s.lse * g
     return Coefficients(softmax=softmax, label=label, smoothing=smoothing)
-
-
-kernel = Kernel(forward, backward)
