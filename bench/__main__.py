@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch loads: its profiler talks to the terminal otherwise
 
 import torch
 
@@ -58,7 +55,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--variant", action="append", default=[], nargs="+", metavar="WORD[+WORD]",
                              help="default, scaled, nograd or rows, with half and trained; may be repeated")
         command.add_argument("--seconds", type=float, help="time for the rounds of one shape")
+        command.add_argument("--threads", type=int, help="threads on a CPU")
         command.add_argument("--no-graph", action="store_true", help="do not try CUDA graph capture")
+        command.add_argument("--rss", action="store_true",
+                             help="on a CPU, also the peak resident memory in a fresh process for each provider")
         _outputs(command)
         command.add_argument("--plot", type=Path, metavar="DIR", help="draw pictures into this folder")
     for name, run_it, text in (
@@ -126,6 +126,8 @@ def _measure(options: argparse.Namespace, words: list[str]) -> int:
     if options.preset or not shapes:
         shapes = [*shapes, *preset.shapes[options.op]]
     device = _device(options.device)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     named = options.preset is not None or not options.shape
     default = preset.dtype if named else ("bfloat16" if device.type == "cuda" else "float32")
     dtypes = _dtypes(options.dtype or default)
@@ -139,7 +141,8 @@ def _measure(options: argparse.Namespace, words: list[str]) -> int:
     status = 0
     try:
         run(cases, lambda op: providers(op, impl, peers), device, results, seconds=seconds,
-            graphs=not options.no_graph, report=lambda text: print(text, file=sys.stderr, flush=True))
+            graphs=not options.no_graph, resident=options.rss,
+            report=lambda text: print(text, file=sys.stderr, flush=True))
     except DeviceLost as error:
         print(f"headmux.bench: {error}", file=sys.stderr)
         status = 3

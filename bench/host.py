@@ -170,7 +170,7 @@ def _bare_launch_us(device: torch.device) -> float | None:
 def _launches(work: Callable[[], object]) -> int:
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+    with measure.silent(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         work()
         torch.cuda.synchronize()
     names = ("cudaLaunchKernel", "cuLaunchKernel", "cudaMemcpyAsync", "cudaMemsetAsync")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import random
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -187,13 +189,28 @@ def peak_bytes(p: Problem, work: Step) -> int | None:
 def _cpu_peak(work: Step) -> int | None:
     from torch.profiler import ProfilerActivity, profile
 
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with silent(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         work()
     results = getattr(found.profiler, "kineto_results", None)
     if results is None:
         return None
     events = sorted(((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"), key=_first)
     return _peak(count for _, count in events)
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Nothing to the standard error file, where some builds of the profiler write from C++."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
 
 
 def _first(pair: tuple[int, int]) -> int:

@@ -114,6 +114,8 @@ def _ours(op: str, impl: str | None) -> list[Provider]:
 
 def _headmux(name: str, accum: torch.dtype | None) -> Callable[[Problem], Forward]:
     def build(p: Problem) -> Forward:
+        if accum is not None and p.dtype in (torch.float32, torch.float64):
+            raise Unsupported(f"the same as headmux-{name} for {str(p.dtype).removeprefix('torch.')}")
         op = registry.get_op(p.op)
         if p.op == "jsd":
             options: dict[str, Any] = {

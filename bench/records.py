@@ -51,6 +51,7 @@ class Record:
         config: The provider's configuration in words.
         graph_error: Why it does not capture.
         setup_s: Seconds of the first call: imports, compilation, tuning.
+        rss_mib: Peak growth of resident memory over the inputs in a process of its own, gradients included.
     """
 
     op: str
@@ -80,6 +81,7 @@ class Record:
     config: str = ""
     graph_error: str | None = None
     setup_s: float | None = None
+    rss_mib: float | None = None
 
     @property
     def key(self) -> Key:

@@ -8,6 +8,7 @@ from headmux.bench.records import Record, Results
 
 _HEAD = ("provider", "ms", "p20-p80", "x floor", "+MiB", "beyond grads", "loss", "dX", "dW", "dW untargeted", "syncs",
          "graph", "rounds")
+_RSS = "RSS +MiB"
 
 
 def tables(results: Results, *, markdown: bool = False) -> str:
@@ -24,12 +25,23 @@ def tables(results: Results, *, markdown: bool = False) -> str:
         if floors:
             rows.insert(0, ("floor (matrix products)", f"{floors[0]:.4g}", "", "1.000", *[""] * 9))
         if rows:
-            lines += _grid([_HEAD, *rows], markdown)
+            head: tuple[str, ...] = _HEAD
+            if any(r.rss_mib is not None for r in timed):
+                head = (*head, _RSS)
+                resident = [""] * (len(rows) - len(timed)) + [_memory(r.rss_mib) for r in timed]
+                rows = [(*row, cell) for row, cell in zip(rows, resident, strict=True)]
+            lines += _grid(_without_empty([head, *rows]), markdown)
         missing = [r for r in records if r.ms is None]
         if missing and rows:
             lines.append("")
         lines += [f"{'- ' if markdown else '  '}{r.provider}: {r.error}" for r in missing]
     return "\n".join(lines) + "\n"
+
+
+def _without_empty(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows without columns in which nothing stands, such as synchronisations on a CPU."""
+    kept = [i for i in range(len(rows[0])) if any(row[i] for row in rows[1:])]
+    return [[row[i] for i in kept] for row in rows]
 
 
 def _where(results: Results, markdown: bool) -> str:

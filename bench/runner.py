@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headmux.bench import gate, measure
+from headmux.bench import gate, measure, rss
 from headmux.bench.floors import floor
 from headmux.bench.problem import Problem
 from headmux.bench.providers import Provider
@@ -50,6 +50,7 @@ def run(
     *,
     seconds: float,
     graphs: bool = True,
+    resident: bool = False,
     report: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Measure every case.
@@ -61,6 +62,7 @@ def run(
         results: Where records go.
         seconds: Time for the rounds of each case.
         graphs: Whether to try graph capture.
+        resident: Whether to take the peak resident memory in fresh processes too (on a CPU).
         report: Told of each finished case, as a line.
 
     Raises:
@@ -69,7 +71,7 @@ def run(
     for number, case in enumerate(cases, 1):
         chosen = providers_of(case.op)
         with _bar(f"[{number}/{len(cases)}] {case}", len(chosen)) as tick:
-            _run(case, chosen, device, results, seconds=seconds, graphs=graphs, tick=tick)
+            _run(case, chosen, device, results, seconds=seconds, graphs=graphs, resident=resident, tick=tick)
         mine = [r for r in results.records if r.case == _record(case, chosen[0]).case] if chosen else []
         timed = sum(r.ms is not None for r in mine)
         report(f"[{number}/{len(cases)}] {case}: {timed} of {len(chosen)} providers timed")
@@ -90,6 +92,7 @@ def _run(
     *,
     seconds: float,
     graphs: bool,
+    resident: bool,
     tick: Callable[[float, str], None],
 ) -> None:
     torch._dynamo.reset()
@@ -131,6 +134,11 @@ def _run(
             records[name] = _timed(records[name], times[name], base)
             results.put(records[name])
     del lowest
+    for name in steps if resident and device.type == "cpu" else ():
+        tick(len(chosen) + 1, f"resident memory of {name}")
+        records[name] = replace(records[name], rss_mib=rounded(
+            rss.peak_mib(case.op, name, case.shape, case.dtype, case.variant)))
+        results.put(records[name])
     if not graphs or device.type != "cuda":
         return
     for name, step in list(steps.items()):
