@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,8 @@ def _parser() -> argparse.ArgumentParser:
                              help="default, scaled, nograd or rows, with half and trained; may be repeated")
         command.add_argument("--seconds", type=float, help="time for the rounds of one shape")
         command.add_argument("--threads", type=int, help="threads on a CPU")
+        command.add_argument("--cpu-time", action="store_true",
+                             help="on a CPU, time by the processor seconds of this process, for a busy machine")
         command.add_argument("--no-graph", action="store_true", help="do not try CUDA graph capture")
         command.add_argument("--rss", action="store_true",
                              help="on a CPU, also the peak resident memory in a fresh process for each provider")
@@ -138,10 +141,12 @@ def _measure(options: argparse.Namespace, words: list[str]) -> int:
     providers(options.op, impl, peers)  # unknown names are errors before anything runs
     cases = [Case(options.op, s, d, v) for d in dtypes for v in variants for s in shapes]
     results = Results(header(device, words), options.json)
+    clock = time.process_time if options.cpu_time else time.perf_counter
+    results.header["clock"] = "events" if device.type == "cuda" else clock.__name__
     status = 0
     try:
         run(cases, lambda op: providers(op, impl, peers), device, results, seconds=seconds,
-            graphs=not options.no_graph, resident=options.rss,
+            graphs=not options.no_graph, resident=options.rss, clock=clock,
             report=lambda text: print(text, file=sys.stderr, flush=True))
     except DeviceLost as error:
         print(f"headmux.bench: {error}", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _torch_lce(p: Problem) -> Forward:
 def _liger_flce(accum: torch.dtype | None, impl: str | None, *, logp: bool = False) -> Build:
     def build(p: Problem) -> Forward:
         _cuda(p, "Liger-Kernel")
-        from liger_kernel import functional
+        functional = import_module("liger_kernel.functional")
 
         x, w, y, softcap, reduction = p.input, p.weight, p.target, p.shape.softcap, p.reduction
 
@@ -73,13 +74,13 @@ def _liger_flce(accum: torch.dtype | None, impl: str | None, *, logp: bool = Fal
 
 def _liger_sm90_flce(p: Problem) -> Forward:
     _cuda(p, "Liger-Kernel")
-    from liger_kernel.ops.cutedsl.ops import LigerFusedLinearCrossEntropyFunction as Function
+    function = import_module("liger_kernel.ops.cutedsl.ops").LigerFusedLinearCrossEntropyFunction
 
     x, w, y, softcap, reduction = p.input, p.weight, p.target, p.shape.softcap, p.reduction
 
     def forward() -> Tensor:
         # bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        found = Function.apply(x, w, y, None, None, IGNORE, 0.0, 0.0, reduction, softcap)
+        found = function.apply(x, w, y, None, None, IGNORE, 0.0, 0.0, reduction, softcap)
         loss: Tensor = found[0] if isinstance(found, tuple) else found
         return loss
 
@@ -91,10 +92,10 @@ def _liger_jsd(accum: torch.dtype | None) -> Build:
         _cuda(p, "Liger-Kernel")
         _no_softcap(p, "Liger-Kernel's fused_linear_jsd")
         _no_rows(p, "Liger-Kernel's fused_linear_jsd")
-        from liger_kernel.ops.fused_linear_jsd import LigerFusedLinearJSDFunction as Function
+        function = import_module("liger_kernel.ops.fused_linear_jsd").LigerFusedLinearJSDFunction
 
         args = (p.input, p.weight, p.teacher_input, p.teacher_weight, p.target, BETA, IGNORE, 1.0, accum)
-        return lambda: Function.apply(*args)
+        return lambda: function.apply(*args)
 
     return build
 
@@ -103,7 +104,7 @@ def _liger_cutedsl_jsd(p: Problem) -> Forward:
     _cuda(p, "Liger-Kernel")
     _no_softcap(p, "Liger-Kernel's fused_linear_jsd")
     _no_rows(p, "Liger-Kernel's fused_linear_jsd")
-    from liger_kernel import functional
+    functional = import_module("liger_kernel.functional")
 
     args = (p.input, p.weight, p.teacher_input, p.teacher_weight, p.target, BETA, IGNORE, 1.0)
     return lambda: functional.fused_linear_jsd(*args, impl="nvidia-cutedsl")
@@ -113,9 +114,9 @@ def _liger_chunked_jsd(*, compiled: bool) -> Build:
     def build(p: Problem) -> Forward:
         _no_softcap(p, "Liger-Kernel's chunked_loss")
         _no_rows(p, "Liger-Kernel's chunked_loss")
-        from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+        function = import_module("liger_kernel.chunked_loss").LigerFusedLinearJSDLoss
 
-        module = LigerFusedLinearJSDLoss(
+        module = function(
             weight_hard_loss=0.0, weight_soft_loss=1.0, beta=BETA, ignore_index=IGNORE, compiled=compiled
         )
         args = (p.input, p.weight, p.teacher_input, p.teacher_weight, p.target)
@@ -127,18 +128,18 @@ def _liger_chunked_jsd(*, compiled: bool) -> Build:
 def _liger_logp(p: Problem) -> Forward:
     _cuda(p, "Liger-Kernel")
     _no_softcap(p, "Liger-Kernel's fused_linear_scaled_cross_entropy")
-    from liger_kernel.ops import LigerFusedLinearScaledCrossEntropyFunction as Function
+    function = import_module("liger_kernel.ops").LigerFusedLinearScaledCrossEntropyFunction
 
     x, w, y = p.input, p.weight, p.target
-    return lambda: -Function.apply(x, w, y, 1.0, IGNORE)
+    return lambda: -function.apply(x, w, y, 1.0, IGNORE)
 
 
 def _liger_logp_fallback(p: Problem) -> Forward:
     _no_softcap(p, "Liger-Kernel's fused_linear_scaled_cross_entropy")
-    from liger_kernel.ops.fused_linear_scaled_cross_entropy import _FusedLinearPPOFallbackFunction as Function
+    function = import_module("liger_kernel.ops.fused_linear_scaled_cross_entropy")._FusedLinearPPOFallbackFunction
 
     x, w, y = p.input, p.weight, p.target
-    return lambda: -Function.apply(x, w, y, 1.0, IGNORE, False)
+    return lambda: -function.apply(x, w, y, 1.0, IGNORE, False)
 
 
 # ------------------------------------------------------------------------------------------------ others
@@ -147,12 +148,12 @@ def _liger_logp_fallback(p: Problem) -> Forward:
 def _cce(eps: str | None, *, logp: bool = False) -> Build:
     def build(p: Problem) -> Forward:
         _cuda(p, "cut-cross-entropy")
-        from cut_cross_entropy import linear_cross_entropy
+        function = import_module("cut_cross_entropy").linear_cross_entropy
 
         x, w, y, softcap, reduction = p.input, p.weight, p.target, p.shape.softcap, p.reduction
 
         def forward() -> Tensor:
-            loss: Tensor = linear_cross_entropy(
+            loss: Tensor = function(
                 x, w, y, ignore_index=IGNORE, softcap=softcap, reduction=reduction, filter_eps=eps
             )
             return -loss if logp else loss
@@ -167,10 +168,10 @@ def _quack(scaled_exp: bool | None) -> Build:
         _cuda(p, "QuACK")
         _no_softcap(p, "QuACK's chunked_linear_cross_entropy")
         _no_rows(p, "QuACK's chunked_linear_cross_entropy")
-        from quack.linear_cross_entropy import chunked_linear_cross_entropy
+        function = import_module("quack.linear_cross_entropy").chunked_linear_cross_entropy
 
         x, w, y = p.input, p.weight, p.target
-        return lambda: chunked_linear_cross_entropy(
+        return lambda: function(
             x, w, y, ignore_index=IGNORE, reduction="mean", tuned=False, use_scaled_exp=scaled_exp
         )
 

@@ -289,7 +289,7 @@ def _pareto(axes: Any, theme: _Theme, records: list[Record]) -> None:
     floor = _floor(points)[n]
     axes.set_xlim(min(xs) / 1.7, max(xs) * 3.2)
     axes.set_ylim(min([*ys, floor]) / 1.22, max(ys) * 1.3)
-    front = []
+    front: list[tuple[float, float]] = []
     for x, y in sorted(zip(xs, ys, strict=True)):
         if not front or y < front[-1][1]:
             front.append((x, y))

@@ -166,7 +166,7 @@ def _pytorch(*, wide: bool, compiled: bool) -> Callable[[Problem], Forward]:
         function = _PLAIN[p.op]
         if compiled:
             function = torch.compile(function, dynamic=False)
-        tensors = (p.input, p.weight, p.target)
+        tensors: tuple[Tensor, ...] = (p.input, p.weight, p.target)
         if p.op == "jsd":
             tensors = (*tensors, p.teacher_input, p.teacher_weight)
         softcap, reduction, half = p.shape.softcap, p.reduction, p.variant.half

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def run(
     seconds: float,
     graphs: bool = True,
     resident: bool = False,
+    clock: Callable[[], float] = time.perf_counter,
     report: Callable[[str], object] = lambda text: None,
 ) -> None:
     """Measure every case.
@@ -63,6 +65,7 @@ def run(
         seconds: Time for the rounds of each case.
         graphs: Whether to try graph capture.
         resident: Whether to take the peak resident memory in fresh processes too (on a CPU).
+        clock: Seconds, off a GPU.
         report: Told of each finished case, as a line.
 
     Raises:
@@ -71,7 +74,7 @@ def run(
     for number, case in enumerate(cases, 1):
         chosen = providers_of(case.op)
         with _bar(f"[{number}/{len(cases)}] {case}", len(chosen)) as tick:
-            _run(case, chosen, device, results, seconds=seconds, graphs=graphs, resident=resident, tick=tick)
+            _run(case, chosen, device, results, seconds=seconds, graphs=graphs, resident=resident, clock=clock, tick=tick)
         mine = [r for r in results.records if r.case == _record(case, chosen[0]).case] if chosen else []
         timed = sum(r.ms is not None for r in mine)
         report(f"[{number}/{len(cases)}] {case}: {timed} of {len(chosen)} providers timed")
@@ -93,6 +96,7 @@ def _run(
     seconds: float,
     graphs: bool,
     resident: bool,
+    clock: Callable[[], float],
     tick: Callable[[float, str], None],
 ) -> None:
     torch._dynamo.reset()
@@ -123,7 +127,8 @@ def _run(
     if steps:
         tick(len(chosen), "rounds")
         times, failed = measure.rounds(
-            problem, {measure.FLOOR: lowest, **steps}, seconds, tick=lambda share: tick(len(chosen) + share, "rounds")
+            problem, {measure.FLOOR: lowest, **steps}, seconds, clock=clock,
+            tick=lambda share: tick(len(chosen) + share, "rounds"),
         )
         for name, why in failed.items():
             if name in records:
@@ -144,14 +149,14 @@ def _run(
     for name, step in list(steps.items()):
         tick(len(chosen) + 1, f"graph of {name}")
         waits = records[name].syncs
-        if waits:  # not tried: a broken capture leaves the allocator in a state that later cases would feel
-            captured, why = False, f"the host waits for the GPU {waits} times"
-        else:
-            captured, why = measure.graph(problem, step)
-        records[name] = replace(records[name], graph=captured, graph_error=why)
+        captured: bool | None = False
+        uncaptured: str | None = f"the host waits for the GPU {waits} times"
+        if not waits:  # else not tried: a broken capture leaves the allocator in a state that later cases would feel
+            captured, uncaptured = measure.graph(problem, step)
+        records[name] = replace(records[name], graph=captured, graph_error=uncaptured)
         results.put(records[name])
         if not measure.alive(device):
-            raise DeviceLost(f"the GPU does not answer after the graph capture of {name}: {why}")
+            raise DeviceLost(f"the GPU does not answer after the graph capture of {name}: {uncaptured}")
 
 
 def _prepare(
@@ -224,9 +229,9 @@ def _bar(title: str, count: int) -> Iterator[Callable[[float, str], None]]:
     bar: Any = None
     if sys.stderr.isatty():
         with contextlib.suppress(ImportError):
-            from tqdm import tqdm
-
-            bar = tqdm(total=float(count + 1), desc=title, leave=False, bar_format="{desc} |{bar}| {elapsed} {postfix}")
+            bar = import_module("tqdm").tqdm(
+                total=float(count + 1), desc=title, leave=False, bar_format="{desc} |{bar}| {elapsed} {postfix}"
+            )
 
     def tick(done: float, what: str) -> None:
         if bar is not None:
