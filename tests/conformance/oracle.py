@@ -1,0 +1,398 @@
+"""What a result is compared with: a float64 oracle, and a plain PyTorch run in the same dtype that sets the budget.
+
+The oracle is ``op.reference`` in float64, fed the same rounded inputs. The peer is ``op.reference`` in the inputs'
+dtype: fp32 logits of the 16-bit operands, and the logits' gradient rounded to the operands' dtype before its two
+matrix products, as any matrix unit takes it, and before the bias's sum. A result passes when each of its errors is at most twice the peer's plus a
+floor.
+
+Two errors are measured, over groups of rows: the Euclidean norm of the difference over the whole group, and the largest
+Euclidean norm of a row's. ``grad_weight`` and ``grad_bias`` fall into two groups, classes among the targets and the
+others, whose gradients are much smaller and would vanish beside the first. Nothing is summed before it is compared.
+
+The floors, for what one peer's errors do not show, since they can be small by luck in a small group:
+
+- fp32 arithmetic (fp64 for fp64 inputs): an fp32 logit z is off by a few ulps of max|z|, so is log p, and p by as much
+  relative to itself: ``FLOOR_ULPS * eps * (1 + max|z|)`` of the result's natural size: for a loss, 1 + max|loss|; for a
+  row of a gradient, the upstream gradients that enter it times the largest factor each is multiplied with.
+- the expected error of the peer itself: half an ulp of every logit gradient (the operand of a matrix product must be
+  rounded to its dtype), carried through the product as independent errors, and half an ulp of the result, twice for a
+  reduced loss, whose gradients a kernel may form with the loss and scale once the upstream is there. It is taken
+  instead of the peer's measured error where that is smaller by luck, not in addition: it is less than twice what the
+  peer's error is on average.
+- ``ulp`` (see ``headmux.testing.runner``), for Triton's interpreter alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import headmux
+from headmux.testing.cases import Problem
+
+FLOOR_ULPS = 4.0
+
+
+@dataclass
+class Result:
+    """Outputs by name and gradients by role; a gradient is None where autograd returned none.
+
+    ``logit_gradient`` is the [N, V] operand of the gradients' matrix products, of the oracle alone.
+    """
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    logit_gradient: Tensor | None = None
+
+    def named(self) -> dict[str, Tensor | None]:
+        """Everything, gradients as ``grad_ROLE``."""
+        return {**self.outputs, **{f"grad_{role}": g for role, g in self.gradients.items()}}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """An error and how large it may be."""
+
+    name: str
+    error: float
+    budget: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the budget; NaN is not."""
+        return self.error <= self.budget
+
+
+def outputs(problem: Problem, returned: Any) -> dict[str, Tensor]:
+    """The outputs of a call by name, whatever form they came in."""
+    if isinstance(returned, Tensor):
+        return {problem.differentiable[0]: returned}
+    return {n: t for n, t in returned._asdict().items() if t is not None}
+
+
+def leaves(problem: Problem, roles: tuple[str, ...] | None = None) -> dict[str, Tensor | None]:
+    """The tensor arguments, sharing the problem's memory, those of ``roles`` as leaves that require gradients."""
+    wanted = problem.roles if roles is None else roles
+    return {n: t if t is None or n not in wanted else t.detach().requires_grad_() for n, t in problem.tensors.items()}
+
+
+def evaluate(
+    f: Callable[..., Any],
+    problem: Problem,
+    tensors: dict[str, Tensor | None] | None = None,
+    *,
+    roles: tuple[str, ...] | None = None,
+    upstream: dict[str, Tensor] | None = None,
+) -> Result:
+    """Run ``f`` on the problem forward and, if any gradient is wanted, backward."""
+    wanted = problem.roles if roles is None else roles
+    arguments = leaves(problem, wanted) if tensors is None else tensors
+    with context(problem):
+        found = outputs(problem, f(**arguments, **problem.options))
+    result = Result({n: t.detach() for n, t in found.items()})
+    if wanted:
+        arrives = problem.upstream if upstream is None else upstream
+        given = [n for n in problem.differentiable if n in arrives]
+        gradients = torch.autograd.grad(
+            [found[n] for n in given],
+            [_tensor(arguments[r]) for r in wanted],
+            [arrives[n].to(found[n].dtype) for n in given],
+            allow_unused=True,
+        )
+        result.gradients = dict(zip(wanted, gradients, strict=True))
+    return result
+
+
+@contextlib.contextmanager
+def context(problem: Problem) -> Iterator[None]:
+    """The autocast and the memory budget of a problem."""
+    case = problem.case
+    with contextlib.ExitStack() as stack:
+        if case.autocast is not None:
+            stack.enter_context(torch.autocast(problem.states.device.type, dtype=case.autocast))
+        if case.budget_mb is not None:
+            stack.enter_context(headmux.budget(case.budget_mb))
+        yield
+
+
+def oracle(
+    problem: Problem, *, roles: tuple[str, ...] | None = None, upstream: dict[str, Tensor] | None = None
+) -> Result:
+    """The problem in float64, from operands rounded as the op rounds them. Gradients of every role there is."""
+    wanted = problem.roles if roles is None else roles
+    plain = _without_context(problem)
+    given = problem.upstream if upstream is None else upstream
+    seen: list[Tensor] = []
+
+    def see(gradient: Tensor) -> None:
+        seen.append(gradient)
+
+    with _LogitGradients(see):
+        result = evaluate(
+            problem.op.reference, plain, _converted(problem, wanted, torch.float64), roles=wanted,
+            upstream={n: t.double() for n, t in given.items()},
+        )
+    result.logit_gradient = seen[-1] if seen else None
+    return result
+
+
+def peer(
+    problem: Problem, *, roles: tuple[str, ...] | None = None, upstream: dict[str, Tensor] | None = None
+) -> Result:
+    """The problem in plain PyTorch in its own dtypes."""
+    wanted = problem.roles if roles is None else roles
+    with _LogitGradients(lambda g: g.to(problem.compute).to(g.dtype)):
+        return evaluate(
+            problem.op.reference, _without_context(problem), _converted(problem, wanted, None), roles=wanted,
+            upstream=upstream,
+        )
+
+
+class _LogitGradients(TorchFunctionMode):
+    """Hands the gradient that arrives at each matrix product's result, or at that plus a bias, to a hook."""
+
+    _PRODUCTS = (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
+    _SUMS = (torch.Tensor.__add__, torch.Tensor.add)
+
+    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+        super().__init__()
+        self._hook = hook
+        self._product: Tensor | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        product = func in self._PRODUCTS
+        if (product or (func in self._SUMS and args[0] is self._product)) and found.requires_grad:
+            found.register_hook(self._hook)
+        if product:
+            self._product = found
+        return found
+
+
+def _without_context(problem: Problem) -> Problem:
+    return Problem(
+        replace(problem.case, autocast=None, budget_mb=None), problem.tensors, problem.options, problem.upstream,
+        problem.roles,
+    )
+
+
+def _converted(problem: Problem, roles: tuple[str, ...], dtype: torch.dtype | None) -> dict[str, Tensor | None]:
+    """The arguments with autocast's rounding made, in ``dtype`` (None: their own), as new leaves."""
+    found: dict[str, Tensor | None] = {}
+    for name, value in problem.tensors.items():
+        if value is None or not value.is_floating_point():
+            found[name] = value
+            continue
+        made = value.detach()
+        if problem.case.autocast is not None and name.endswith(("input", "weight")) and name not in (
+            "ce_weight", "token_weight"
+        ):
+            made = made.to(problem.case.autocast)
+        made = made.to(value.dtype if dtype is None else dtype)
+        found[name] = made.clone().requires_grad_() if name in roles else made
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------- judging
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """Sizes of a problem's numbers, for the floors of fp32 arithmetic.
+
+    Attributes:
+        relative: How far a probability can be off, relative to itself.
+        largest: Largest gradient that arrives at a row's loss.
+        together: Euclidean norm of those of all rows.
+        states: Largest Euclidean norm of a hidden state.
+        weight: Largest Euclidean norm of a row of the weight.
+    """
+
+    relative: float
+    largest: float
+    together: float
+    states: float
+    weight: float
+
+    def of(self, name: str, want: Tensor) -> float:
+        """The floor of an output or gradient."""
+        if name.endswith("_input") or name == "grad_input":
+            return self.relative * self.largest * self.weight
+        if name.startswith("grad_") and name.endswith("weight"):
+            return self.relative * self.together * self.states
+        if name.startswith("grad_"):
+            return self.relative * self.together
+        return self.relative * (1.0 + float(want.abs().max()) if want.numel() else 0.0)
+
+
+def _scale(problem: Problem, upstream: dict[str, Tensor]) -> _Scale:
+    wide = _converted(problem, (), torch.float64)
+    valid = problem.valid
+    largest_logit, largest_state, largest_weight = 0.0, 0.0, 0.0
+    prefixes = ("student_", "teacher_") if problem.case.op == "jsd" else ("",)
+    for i, prefix in enumerate(prefixes):
+        x, w, b = (wide[prefix + n] for n in ("input", "weight", "bias"))
+        x, w = _tensor(x), _tensor(w)
+        x = x.reshape(-1, x.shape[-1])[valid]
+        z = x @ w.T if b is None else x @ w.T + b
+        factor = abs(float(problem.options.get(prefix + "logit_scale", 1.0)))
+        temperature = problem.options.get("temperature", 1.0)
+        if isinstance(wide.get("temperature"), Tensor):
+            temperature = float(_tensor(wide["temperature"]).min())
+        largest_logit = max(largest_logit, float(z.abs().max()) * factor / temperature if z.numel() else 0.0)
+        if i == 0:
+            largest_state = float(x.norm(dim=1).max()) if x.numel() else 0.0
+            largest_weight = float(w.norm(dim=1).max()) * factor / temperature
+            largest_state *= factor / temperature
+    with torch.no_grad():
+        args = problem.op.request(**wide, **problem.options).args
+    row_scale = getattr(args, "row_scale", None)
+    rows = torch.zeros(valid.numel(), dtype=torch.float64, device=valid.device)
+    for name, g in upstream.items():
+        g = g.double() if row_scale is None else g.double() * row_scale
+        # an entropy's and a z-loss's gradients carry a factor of the size of log p or of the logsumexp
+        rows += g.reshape(-1).abs() * (1.0 if name != "entropy" else 1.0 + largest_logit)
+    if (weight := wide.get("token_weight")) is not None and row_scale is None:
+        rows *= weight.reshape(-1)
+    if (weight := wide.get("ce_weight")) is not None:
+        rows *= float(weight.max())
+    rows *= 1.0 + 2.0 * float(problem.options.get("lse_square_scale", 0.0)) * largest_logit
+    rows = rows[valid]
+    eps = torch.finfo(torch.float64 if problem.compute == torch.float64 else torch.float32).eps
+    return _Scale(
+        relative=FLOOR_ULPS * eps * (1.0 + largest_logit),
+        largest=float(rows.max()) if rows.numel() else 0.0,
+        together=float(rows.norm()),
+        states=largest_state,
+        weight=largest_weight,
+    )
+
+
+def judge(
+    problem: Problem,
+    got: Result,
+    want: Result,
+    by: Result,
+    *,
+    upstream: dict[str, Tensor] | None = None,
+    ulp: bool = False,
+) -> list[Measure]:
+    """Errors of a result and their budgets. With ``ulp`` each budget is wider by an ulp of the result's dtype.
+
+    Raises:
+        AssertionError: A result is there that should not be or is missing; or its dtype, shape or device is not the
+            parameter's; or integers or the places of NaN differ.
+    """
+    scale = _scale(problem, problem.upstream if upstream is None else upstream)
+    found, oracles, peers = got.named(), want.named(), by.named()
+    if set(found) != set(oracles):
+        raise AssertionError(f"returned {sorted(found)}, should be {sorted(oracles)}")
+    measures = []
+    for name, value in found.items():
+        true, rival = oracles[name], peers[name]
+        if (value is None) != (true is None):
+            raise AssertionError(f"{name} is {'missing' if value is None else 'there, although not asked for'}")
+        if value is None or true is None or rival is None:
+            continue
+        _check_form(problem, name, value, true)
+        if not value.is_floating_point():
+            if not torch.equal(value, true.to(value.dtype)):
+                raise AssertionError(f"{name} is {value.tolist()}, should be {true.tolist()}")
+            continue
+        terms = _terms(problem, name, want.logit_gradient)
+        roundings = 2 if name.startswith("grad_") and problem.reduction != "none" else 1
+        for group, rows in _groups(problem, name, value):
+            measures += _errors(f"{name}{group}", value, true, rival, rows, terms, roundings, scale.of(name, true), ulp)
+    return measures
+
+
+def _check_form(problem: Problem, name: str, value: Tensor, true: Tensor) -> None:
+    if value.shape != true.shape:
+        raise AssertionError(f"{name} has shape {tuple(value.shape)}, should be {tuple(true.shape)}")
+    if value.device != problem.states.device:
+        raise AssertionError(f"{name} is on {value.device}, should be on {problem.states.device}")
+    if name.startswith("grad_"):
+        parameter = _tensor(problem.tensors[name.removeprefix("grad_")])
+        if value.dtype != parameter.dtype:
+            raise AssertionError(f"{name} has dtype {value.dtype}, should be the parameter's {parameter.dtype}")
+        if parameter.is_contiguous() and not value.is_contiguous():
+            raise AssertionError(f"{name} has strides {value.stride()}, should be contiguous")
+    elif value.is_floating_point():
+        wide = torch.float64 if problem.compute == torch.float64 else torch.float32
+        if value.dtype != wide:
+            raise AssertionError(f"{name} has dtype {value.dtype}, should be {wide}")
+
+
+def _groups(problem: Problem, name: str, value: Tensor) -> list[tuple[str, Tensor | None]]:
+    """Names of groups and [rows] bool, or None for all rows."""
+    target = problem.tensors.get("target")
+    per_class = name.startswith("grad_") and name.endswith(("weight", "bias")) and name != "grad_token_weight"
+    if target is None or not per_class or problem.case.op == "jsd":
+        return [("", None)]
+    classes = value.shape[0]
+    labels = target.reshape(-1)[problem.valid].long()
+    among = torch.zeros(classes, dtype=torch.bool, device=value.device)
+    among[labels[(labels >= 0) & (labels < classes)]] = True
+    return [(" of targets", among), (" of other classes", ~among)]
+
+
+def _terms(problem: Problem, name: str, logit_gradient: Tensor | None) -> Tensor | float:
+    """For each row of a gradient, the expected error of rounding the logit gradients that enter it, squared."""
+    if logit_gradient is None or not name.startswith("grad_"):
+        return 0.0
+    prefix = "student_" if problem.case.op == "jsd" else ""
+    half = torch.finfo(problem.compute).eps / 2
+    squares = (logit_gradient * half).square()
+    role = name.removeprefix(f"grad_{prefix}")
+    if role == "input":
+        return squares @ _tensor(problem.tensors[f"{prefix}weight"]).double().square().sum(1)
+    if role == "weight":
+        states = problem.states.reshape(-1, problem.states.shape[-1]).double()
+        states = torch.where(problem.valid[:, None], states, 0.0)
+        return squares.T @ states.square().sum(1)
+    return squares.sum(0) if role == "bias" else 0.0
+
+
+def _errors(
+    name: str,
+    value: Tensor,
+    true: Tensor,
+    rival: Tensor,
+    rows: Tensor | None,
+    terms: Tensor | float,
+    roundings: int,
+    floor: float,
+    ulp: bool,
+) -> list[Measure]:
+    matrix = value.dim() > 1 and name.startswith("grad_")
+    width = value.shape[-1] if matrix else 1
+    got, want, other = (t.double().reshape(-1, width) for t in (value, true, rival))
+    expected = roundings * (want * (torch.finfo(value.dtype).eps / 2)).square().sum(1) + terms
+    if rows is not None:
+        got, want, other, expected = (t[rows] for t in (got, want, other, expected))
+    if got.numel() == 0:
+        return []
+    same = torch.isnan(got) == torch.isnan(want)
+    if not bool(same.all()):
+        raise AssertionError(f"{name}: {int((~same).sum())} of {same.numel()} elements are NaN, or should be and are not")
+    got, want, other, expected = (torch.nan_to_num(t, nan=0.0) for t in (got, want, other, expected))
+    off, rival_off, size = (t.norm(dim=1) for t in (got - want, other - want, want))
+    extra = torch.finfo(value.dtype).eps if ulp and value.dtype == torch.bfloat16 else 0.0
+    whole = max(2 * float(rival_off.norm()), math.sqrt(float(expected.sum())))
+    worst = max(2 * float(rival_off.max()), math.sqrt(float(expected.max())))
+    return [
+        Measure(f"{name}, all", float(off.norm()), whole + floor * math.sqrt(len(off)) + extra * float(size.norm())),
+        Measure(f"{name}, worst row", float(off.max()), worst + floor + extra * float(size.max())),
+    ]
+
+
+def _tensor(value: Tensor | None) -> Tensor:
+    assert value is not None
+    return value

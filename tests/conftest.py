@@ -1,0 +1,3 @@
+"""Options and report of the conformance suite."""
+
+pytest_plugins = ["headmux.testing.plugin"]
