@@ -117,7 +117,7 @@ class Op:
         needs: Iterable[str] | None = None,
         **options: Any,
     ) -> Call:
-        """What selection would be told of a call on a device that need not be there. Allocates nothing.
+        """What selection would be told of a call on a device that need not be there. Holds no such tensors.
 
         Args:
             device: Where the tensors would lie.
@@ -133,10 +133,13 @@ class Op:
             TypeError, ValueError: What the call itself would raise, or an unknown role in ``needs``.
         """
         given = {p.name for p in self.__signature__.parameters.values() if p.default is p.empty} | set(tensors)
+        # one element stands for all, and one token; meta tensors would load the compiler, and Triton with it
+        extents = {**sizes, "N": min(sizes["N"], 1)}
         for name in sorted(given):
-            kind = torch.int64 if name == "target" else dtype
-            options[name] = torch.empty([sizes[d] for d in self.shapes[name]], dtype=kind, device="meta")
-        args = self._checked(**options).args
+            one = torch.ones((), dtype=torch.int64 if name == "target" else dtype)
+            options[name] = one.expand([extents[d] for d in self.shapes[name]])
+        with torch.autocast("cpu", enabled=False):
+            args = self._checked(**options).args
         there = tuple(role for role in self.gradients if getattr(args, role) is not None)
         wanted = there if needs is None else tuple(needs)
         for role in wanted:
@@ -145,7 +148,9 @@ class Op:
         args = dataclasses.replace(args, needs=tuple(role in wanted for role in self.gradients))
         if compute is not None:
             args = dataclasses.replace(args, **dict.fromkeys(self._compute_fields, compute))
-        return dataclasses.replace(self.call_of(args), device=device, capability=capability)
+        call = self.call_of(args)
+        named = tuple([(letter, sizes.get(letter, size)) for letter, size in call.sizes])
+        return dataclasses.replace(call, device=device, capability=capability, sizes=named)
 
     def _checked(self, *args: Any, **kwargs: Any) -> Request:
         try:
