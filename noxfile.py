@@ -31,6 +31,7 @@ def tests(session: nox.Session) -> None:
     _lint(session)
     _typecheck(session)
     _pytest(session, "tests", *session.posargs)
+    _conformance_of_interpreted_triton(session)
 
 
 @nox.session
@@ -38,6 +39,7 @@ def conformance(session: nox.Session) -> None:
     """The conformance suite alone; arguments go to pytest."""
     _install(session, "dev", "triton")
     _pytest(session, "tests/test_conformance.py", *session.posargs)
+    _conformance_of_interpreted_triton(session)
 
 
 @nox.session
@@ -97,6 +99,11 @@ def _typecheck(session: nox.Session) -> None:
     session.run("mypy", "--strict", "--cache-dir", str(Path(session.create_tmp()) / "mypy"), *words)
 
 
-def _pytest(session: nox.Session, *words: str) -> None:
+def _pytest(session: nox.Session, *words: str, **variables: str) -> None:
     # one thread a worker: the workers share the machine's cores
-    session.run("pytest", "-n", "auto", *words, env={"OMP_NUM_THREADS": "1"})
+    session.run("pytest", "-n", "auto", *words, env={"OMP_NUM_THREADS": "1", **variables})
+
+
+def _conformance_of_interpreted_triton(session: nox.Session) -> None:
+    # Triton reads the switch when it is imported, so this is a run of its own
+    _pytest(session, "tests/test_conformance.py", "--require", "triton", "--backend", "triton", TRITON_INTERPRET="1")
