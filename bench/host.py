@@ -48,7 +48,8 @@ class HostCost:
         """The same as a record, in milliseconds."""
         return Record(
             self.op, self.what, shape.n, shape.h, shape.v, str(dtype).removeprefix("torch."), "host",
-            ms=rounded(self.us / 1e3), p20=rounded(self.p20 / 1e3), p80=rounded(self.p80 / 1e3), config=f"{self.note}; best {self.best:.1f} us".lstrip("; "),
+            ms=rounded(self.us / 1e3), p20=rounded(self.p20 / 1e3), p80=rounded(self.p80 / 1e3),
+            config=f"{self.note}; best {self.best:.1f} us".lstrip("; "),
         )
 
 
@@ -184,6 +185,7 @@ def table(costs: list[HostCost]) -> str:
     """The costs as lines."""
     lines = [f"{'op':<12} {'what':<24} {'us':>8}  {'p20-p80':<16} {'best':>8}"]
     lines += [
-        f"{c.op:<12} {c.what:<24} {c.us:>8.1f}  {f'{c.p20:.1f}-{c.p80:.1f}':<16} {c.best:>8.1f}  {c.note}".rstrip() for c in costs
+        f"{c.op:<12} {c.what:<24} {c.us:>8.1f}  {f'{c.p20:.1f}-{c.p80:.1f}':<16} {c.best:>8.1f}  {c.note}".rstrip()
+        for c in costs
     ]
     return "\n".join(lines) + "\n"

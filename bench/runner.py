@@ -74,7 +74,8 @@ def run(
     for number, case in enumerate(cases, 1):
         chosen = providers_of(case.op)
         with _bar(f"[{number}/{len(cases)}] {case}", len(chosen)) as tick:
-            _run(case, chosen, device, results, seconds=seconds, graphs=graphs, resident=resident, clock=clock, tick=tick)
+            _run(case, chosen, device, results, seconds=seconds, graphs=graphs, resident=resident, clock=clock,
+                 tick=tick)
         mine = [r for r in results.records if r.case == _record(case, chosen[0]).case] if chosen else []
         timed = sum(r.ms is not None for r in mine)
         report(f"[{number}/{len(cases)}] {case}: {timed} of {len(chosen)} providers timed")
