@@ -27,7 +27,7 @@ def _install(session: nox.Session, *extras: str) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Lint, types, unit tests and conformance: everything that a change must pass."""
-    _install(session, "dev", "triton")
+    _install(session, "dev", "triton", "demo", "bench")
     _lint(session)
     _typecheck(session)
     _pytest(session, "tests", *session.posargs)
@@ -37,7 +37,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def conformance(session: nox.Session) -> None:
     """The conformance suite alone; arguments go to pytest."""
-    _install(session, "dev", "triton")
+    _install(session, "dev", "triton", "demo")  # Triton's interpreter wants numpy, which the demo's drawing brings
     _pytest(session, "tests/test_conformance.py", *session.posargs)
     _conformance_of_interpreted_triton(session)
 
