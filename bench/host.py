@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headmux import registry, select
+from headmux import registry
 from headmux.bench import measure
 from headmux.bench.problem import Problem
 from headmux.bench.providers import Provider, providers
@@ -92,7 +92,7 @@ def selection(device: torch.device, dtype: torch.dtype, names: tuple[str, ...] =
         request = _autograd.with_needs(op, op.request(*args, **options).args)
 
         def select_once(op: Any = op, request: Any = request) -> object:
-            return select.select(op.call_of(request), None)
+            return op.select(request, None)
 
         def check_once(op: Any = op, args: Any = args, options: Any = options) -> object:
             return op.request(*args, **options)

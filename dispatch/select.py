@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextvars import ContextVar
 
 from headmux import registry
@@ -24,6 +24,7 @@ _override: ContextVar[str] = ContextVar("headmux_backend", default="")
 _memo: dict[tuple[object, ...], Selection] = {}
 _announced: set[tuple[str, str]] = set()
 _variables: dict[str, tuple[str, ...]] = {}
+_keys: dict[str, tuple[object, ...]] = {}
 
 
 def select(call: Call, impl: str | None = None) -> Selection:
@@ -37,19 +38,30 @@ def select(call: Call, impl: str | None = None) -> Selection:
         UnknownNameError: A name in the order is unknown.
         UnsupportedCallError: Every candidate has a reason against the call.
     """
+    return select_as(call, call.op, impl, lambda: call)
+
+
+def select_as(key: Hashable, op: str, impl: str | None, describe: Callable[[], Call]) -> Selection:
+    """``select`` for a hot path: the call is described only when no decision is remembered under its key.
+
+    Args:
+        key: Stands for the call, with all that a backend may look at.
+        op: Name of the op.
+        impl: The call's own comma list, or None.
+        describe: Makes the call.
+    """
     if impl is not None and not isinstance(impl, str):
         _split(impl)  # raises
-    variables = _variables.get(call.op) or _variables_of(call.op)
-    get = os.environ.get
-    key = (call, impl, _override.get(), registry.generation, *[get(v) for v in variables])
-    found = _memo.get(key)
+    memo = (key, impl, _override.get(), registry.generation, *_values(op))
+    found = _memo.get(memo)
     if found is None:
+        call = describe()
         found = decide(call, impl)
         if found.backend is None:
             raise UnsupportedCallError(decide(call, impl, thorough=True))
         if len(_memo) >= _MEMO_SIZE:
             _memo.clear()
-        _memo[key] = found
+        _memo[memo] = found
         _announce(found)
     return found
 
@@ -100,6 +112,19 @@ def _order_from(op: str, impl: str | None) -> tuple[str, str]:
         if _split(value):
             return value, f"{variable}={value}"
     return "auto", "automatic order"
+
+
+def _values(op: str) -> list[object]:
+    """The values of an op's environment variables, in whatever form tells them apart."""
+    # os.environ raises and catches twice for each name that is not set, 7 us for four; the dict behind it takes 0.3
+    data = getattr(os.environ, "_data", None)
+    if data is None:
+        return [os.environ.get(v) for v in _variables_of(op)]
+    keys = _keys.get(op)
+    if keys is None:
+        encode = getattr(os.environ, "encodekey", str)
+        keys = _keys[op] = tuple(encode(v) for v in _variables_of(op))
+    return [data.get(k) for k in keys]
 
 
 def _variables_of(op: str) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from headmux import select
 from headmux.backends.common import budget
 from headmux.contract import Kernel, Upstream
 from headmux.ops import _reduction
@@ -96,7 +95,7 @@ def _plain(device: torch.device) -> contextlib.AbstractContextManager[object]:
 def _forward(op: Op, args: Any, impl: str | None) -> tuple[list[Tensor], _Box]:
     first = getattr(args, op.tensor_fields[0])
     op.check_values(args)
-    kernel = select.select(op.call_of(args), impl).kernel
+    kernel = op.select(args, impl).kernel
     with _plain(first.device), torch.no_grad():
         if first.shape[0] == 0:
             rows: Tensors = tuple(

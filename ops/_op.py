@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
+import functools
 import inspect
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
@@ -62,6 +64,8 @@ class Op:
         self._compute_fields = tuple(f for f in self.static_fields if f.endswith("compute_dtype"))
         self._option_fields = tuple(f for f in self.static_fields if f not in ("needs", *self._compute_fields))
         self._defaults: Pairs = tuple((f.name, f.default) for f in fields if f.name in self._option_fields)
+        self._tensors = operator.attrgetter(*self.tensor_fields)
+        self._statics = operator.attrgetter(*self.static_fields)
         self.raw = _autograd.raw_op(self)
         self.__annotations__ = self.request.__annotations__
         self.__signature__ = inspect.signature(self.request)
@@ -88,6 +92,12 @@ class Op:
     def rows(self, args: Any) -> tuple[Tensor | None, ...]:
         """The outputs per token in plain PyTorch, in fp32 (fp64 for fp64 inputs), from the full logits."""
         raise NotImplementedError
+
+    def select(self, args: Any, impl: str | None) -> Selection:
+        """The decision for checked arguments; raises if no backend runs the call."""
+        tensors = self._tensors(args)
+        key = (tensors[0].device, self._statics(args), *[None if t is None else (t.dtype, t.shape) for t in tensors])
+        return select.select_as((self.name, key), self.name, impl, functools.partial(self.call_of, args))
 
     def call_of(self, args: Any) -> Call:
         """What selection is told of a call."""
