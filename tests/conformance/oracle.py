@@ -15,7 +15,8 @@ The floors, for what one peer's errors do not show, since they can be small by l
   relative to itself: ``FLOOR_ULPS * eps * (1 + max|z|)`` of the result's natural size: for a loss, 1 + max|loss|; for a
   row of a gradient, the upstream gradients that enter it times the largest factor each is multiplied with.
 - the expected error of the peer itself: half an ulp of every logit gradient (the operand of a matrix product must be
-  rounded to its dtype), carried through the product as independent errors, and half an ulp of the result, twice for a
+  rounded to its dtype) or, if that is larger, of the probability in it (which a kernel may keep from the forward in the
+  operands' dtype; an entropy or label smoothing subtracts from it; not at the target, and not in jsd), carried through the product as independent errors, and half an ulp of the result, twice for a
   reduced loss, whose gradients a kernel may form with the loss and scale once the upstream is there. It is taken
   instead of the peer's measured error where that is smaller by luck, not in addition: it is less than twice what the
   peer's error is on average.
@@ -44,12 +45,14 @@ FLOOR_ULPS = 4.0
 class Result:
     """Outputs by name and gradients by role; a gradient is None where autograd returned none.
 
-    ``logit_gradient`` is the [N, V] operand of the gradients' matrix products, of the oracle alone.
+    ``logit_gradient`` is the [N, V] operand of the gradients' matrix products, ``probabilities`` those of the model
+    that is differentiated, both of the oracle alone.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     logit_gradient: Tensor | None = None
+    probabilities: Tensor | None = None
 
     def named(self) -> dict[str, Tensor | None]:
         """Everything, gradients as ``grad_ROLE``."""
@@ -134,12 +137,13 @@ def oracle(
     def see(gradient: Tensor) -> None:
         seen.append(gradient)
 
-    with _LogitGradients(see):
+    with _LogitGradients(see) as mode:
         result = evaluate(
             problem.op.reference, plain, _converted(problem, wanted, torch.float64), roles=wanted,
             upstream={n: t.double() for n, t in given.items()},
         )
     result.logit_gradient = seen[-1] if seen else None
+    result.probabilities = mode.probabilities
     return result
 
 
@@ -156,8 +160,13 @@ def peer(
 
 
 class _LogitGradients(TorchFunctionMode):
-    """Hands the gradient that arrives at each matrix product's result, or at that plus a bias, to a hook."""
+    """Hands the gradient that arrives at each matrix product's result, or at that plus a bias, to a hook.
 
+    Attributes:
+        probabilities: Softmax of the first logits that are normalised.
+    """
+
+    _NORMALISED = (torch.logsumexp, torch.log_softmax)
     _PRODUCTS = (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
     _SUMS = (torch.Tensor.__add__, torch.Tensor.add)
 
@@ -165,9 +174,12 @@ class _LogitGradients(TorchFunctionMode):
         super().__init__()
         self._hook = hook
         self._product: Tensor | None = None
+        self.probabilities: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
+        if func in self._NORMALISED and self.probabilities is None:
+            self.probabilities = torch.softmax(args[0].detach(), dim=1)
         product = func in self._PRODUCTS
         if (product or (func in self._SUMS and args[0] is self._product)) and found.requires_grad:
             found.register_hook(self._hook)
@@ -211,6 +223,7 @@ class _Scale:
         relative: How far a probability can be off, relative to itself.
         largest: Largest gradient that arrives at a row's loss.
         together: Euclidean norm of those of all rows.
+        rows: [N], those of all rows.
         states: Largest Euclidean norm of a hidden state.
         weight: Largest Euclidean norm of a row of the weight.
     """
@@ -218,6 +231,7 @@ class _Scale:
     relative: float
     largest: float
     together: float
+    rows: Tensor
     states: float
     weight: float
 
@@ -235,7 +249,7 @@ class _Scale:
 def _scale(problem: Problem, upstream: dict[str, Tensor]) -> _Scale:
     wide = _converted(problem, (), torch.float64)
     valid = problem.valid
-    largest_logit, largest_state, largest_weight = 0.0, 0.0, 0.0
+    largest_logit, largest_state, largest_weight, chain = 0.0, 0.0, 0.0, 1.0
     prefixes = ("student_", "teacher_") if problem.case.op == "jsd" else ("",)
     for i, prefix in enumerate(prefixes):
         x, w, b = (wide[prefix + n] for n in ("input", "weight", "bias"))
@@ -248,9 +262,10 @@ def _scale(problem: Problem, upstream: dict[str, Tensor]) -> _Scale:
             temperature = float(_tensor(wide["temperature"]).min())
         largest_logit = max(largest_logit, float(z.abs().max()) * factor / temperature if z.numel() else 0.0)
         if i == 0:
+            chain = factor / temperature
             largest_state = float(x.norm(dim=1).max()) if x.numel() else 0.0
-            largest_weight = float(w.norm(dim=1).max()) * factor / temperature
-            largest_state *= factor / temperature
+            largest_weight = float(w.norm(dim=1).max()) * chain
+            largest_state *= chain
     with torch.no_grad():
         args = problem.op.request(**wide, **problem.options).args
     row_scale = getattr(args, "row_scale", None)
@@ -264,12 +279,13 @@ def _scale(problem: Problem, upstream: dict[str, Tensor]) -> _Scale:
     if (weight := wide.get("ce_weight")) is not None:
         rows *= float(weight.max())
     rows *= 1.0 + 2.0 * float(problem.options.get("lse_square_scale", 0.0)) * largest_logit
-    rows = rows[valid]
+    counted = rows[valid]
     eps = torch.finfo(torch.float64 if problem.compute == torch.float64 else torch.float32).eps
     return _Scale(
         relative=FLOOR_ULPS * eps * (1.0 + largest_logit),
-        largest=float(rows.max()) if rows.numel() else 0.0,
-        together=float(rows.norm()),
+        largest=float(counted.max()) if counted.numel() else 0.0,
+        together=float(counted.norm()),
+        rows=torch.where(valid, rows, 0.0) * chain,
         states=largest_state,
         weight=largest_weight,
     )
@@ -306,7 +322,7 @@ def judge(
             if not torch.equal(value, true.to(value.dtype)):
                 raise AssertionError(f"{name} is {value.tolist()}, should be {true.tolist()}")
             continue
-        terms = _terms(problem, name, want.logit_gradient)
+        terms = _terms(problem, name, want, scale.rows)
         roundings = 2 if name.startswith("grad_") and problem.reduction != "none" else 1
         for group, rows in _groups(problem, name, value):
             measures += _errors(f"{name}{group}", value, true, rival, rows, terms, roundings, scale.of(name, true), ulp)
@@ -343,13 +359,19 @@ def _groups(problem: Problem, name: str, value: Tensor) -> list[tuple[str, Tenso
     return [(" of targets", among), (" of other classes", ~among)]
 
 
-def _terms(problem: Problem, name: str, logit_gradient: Tensor | None) -> Tensor | float:
+def _terms(problem: Problem, name: str, want: Result, upstream: Tensor) -> Tensor | float:
     """For each row of a gradient, the expected error of rounding the logit gradients that enter it, squared."""
-    if logit_gradient is None or not name.startswith("grad_"):
+    if want.logit_gradient is None or not name.startswith("grad_"):
         return 0.0
     prefix = "student_" if problem.case.op == "jsd" else ""
     half = torch.finfo(problem.compute).eps / 2
-    squares = (logit_gradient * half).square()
+    rounded = want.logit_gradient.abs()
+    target = problem.tensors.get("target")
+    if problem.case.op != "jsd" and want.probabilities is not None and target is not None:
+        kept = want.probabilities * upstream[:, None]
+        index = target.reshape(-1).long().clamp(0, kept.shape[1] - 1)
+        rounded = torch.maximum(rounded, kept.scatter(1, index[:, None], 0.0))
+    squares = (rounded * half).square()
     role = name.removeprefix(f"grad_{prefix}")
     if role == "input":
         return squares @ _tensor(problem.tensors[f"{prefix}weight"]).double().square().sum(1)
