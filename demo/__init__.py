@@ -10,12 +10,14 @@ reports how far the losses are apart and what each took in memory and time.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
+import os
 import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -45,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(stop.code or 0)
     try:
         device = _check(flags)
-        _run(flags, device, argv)
+        with _threads(device):
+            _run(flags, device, argv)
     except (_BadFlag, UnknownNameError, UnsupportedCallError) as error:
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
@@ -59,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
     parser.add_argument("--impl", help="comma list of backends to try in order (default: environment, else automatic)")
-    parser.add_argument("--steps", type=int, default=20, help="steps of each of the three phases (default: 20)")
+    parser.add_argument("--steps", type=int, default=16, help="steps of each of the three phases (default: 16)")
     parser.add_argument(
         "--dtype", choices=DTYPES, default="float32", help="bfloat16: float32 weights under autocast (default: float32)"
     )
@@ -104,6 +107,22 @@ def _device(name: str) -> torch.device:
         if (device.index or 0) >= count:
             raise _BadFlag(f"--device {name}: PyTorch {torch.__version__} sees {count} CUDA devices")
     return device
+
+
+@contextlib.contextmanager
+def _threads(device: torch.device) -> Iterator[None]:
+    """On a busy CPU, one thread for the block: two that wait for each other took three times as long."""
+    before, cores = torch.get_num_threads(), os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    busy = device.type == "cpu" and before > 1 and load >= cores and "OMP_NUM_THREADS" not in os.environ
+    if busy:
+        print(f"busy    load {load:.1f} on {cores} CPUs: one thread (OMP_NUM_THREADS={before} for more)")
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if busy:
+            torch.set_num_threads(before)
 
 
 def _run(flags: argparse.Namespace, device: torch.device, argv: list[str]) -> None:

@@ -74,13 +74,13 @@ def scoring(impl: str | None) -> Loss:
 def policy_gradient(impl: str | None) -> Loss:
     """Batch: targets [B, T] with ``IGNORE`` on the prompt, and the advantage [B] of each row."""
     logp = get_op("linear_logp")
-    options = {"ignore_index": IGNORE, "return_entropy": True}
+    options: dict[str, Any] = {"ignore_index": IGNORE, "return_entropy": True}
 
     def objective(selected: Tensor, entropy: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
         return -(advantage[:, None] * selected + ENTROPY_BONUS * entropy).sum() / (target != IGNORE).sum()
 
     def headmux(states: Tensor, weight: Tensor, target: Tensor, advantage: Tensor) -> Tensor:
-        out = logp(states, weight, target, impl=impl, **options)
+        out: Any = logp(states, weight, target, impl=impl, **options)
         return objective(out.logp, out.entropy, target, advantage)
 
     def plain(states: Tensor, weight: Tensor, target: Tensor, advantage: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from headmux.demo.model import Decoder, Shape
 SIDES = ("headmux", "plain")
 ROWS, LENGTH = 8, 128  # 1024 tokens a step
 PROMPTS, PROMPT, SAMPLED = 64, 5, 12  # 64 * 16 = 1024 tokens a step, of which 768 count
-LEARNING_RATE = {"train": 5e-3, "distil": 5e-3, "policy": 1e-3}
+LEARNING_RATE = {"train": 5e-3, "distil": 1e-2, "policy": 2e-3}
 _WARM_UP = 3  # steps over which the rate rises
 
 Batch = tuple[Tensor, tuple[Tensor, ...]]
@@ -73,7 +73,7 @@ class Phase:
     @property
     def largest_difference(self) -> float:
         """Largest difference of the two losses over the steps."""
-        return max(abs(a - b) for a, b in zip(*self.losses.values(), strict=True))
+        return max(abs(a - b) for a, b in zip(self.losses["headmux"], self.losses["plain"], strict=True))
 
 
 @dataclass
@@ -82,12 +82,16 @@ class Score:
 
     Attributes:
         model: ``teacher`` or ``student``.
+        backend: The backend that ran it.
+        selection: Why that one.
         nll: Mean negative log-probability of a token, by side.
         largest_difference: Largest difference of one token's log-probability between the sides.
         memory_bytes: Peak of memory of the scoring, by side.
     """
 
     model: str
+    backend: str
+    selection: str
     nll: dict[str, float]
     largest_difference: float
     memory_bytes: dict[str, int]
@@ -299,15 +303,14 @@ def _score(name: str, model: Decoder, text: Text, settings: Settings) -> Score:
     memory = {}
     with settings.autocast():
         states = model(pieces[:, :-1])
+        selection = loss.explain(states, model.head, target)
         for side, function in (("headmux", loss.headmux), ("plain", loss.plain)):
             found[side] = function(states, model.head, target)
             memory[side] = measure.memory(partial(function, states, model.head, target), settings.device)
     nll = {side: -float(logp.mean()) for side, logp in found.items()}
     difference = float((found["headmux"] - found["plain"]).abs().max())
     ours, plain = (f"{memory[side] / 2**20:.1f}" for side in SIDES)
-    print(
-        f"  {name:<8} nll of {target.numel()} tokens: headmux {nll['headmux']:.6f}  plain {nll['plain']:.6f}  "
-        f"largest difference of a token {difference:.1e}  memory {ours} / {plain} MiB",
-        flush=True,
-    )
-    return Score(name, nll, difference, memory)
+    print(f"  {name}, {target.numel()} tokens, {selection.chosen} selected (order from: {selection.source})")
+    print(f"    mean negative log-probability: headmux {nll['headmux']:.6f}  plain {nll['plain']:.6f}")
+    print(f"    largest difference of a token {difference:.1e}; memory {ours} MiB, plain {plain} MiB", flush=True)
+    return Score(name, str(selection.chosen), str(selection), nll, difference, memory)

@@ -14,6 +14,7 @@ import matplotlib
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from headmux import __version__
 from headmux.demo import measure
@@ -31,7 +32,8 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
-    return f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"CPU ({platform.machine()}, {threads} thread{'s' if threads > 1 else ''})"
 
 
 def versions() -> dict[str, str]:
@@ -67,7 +69,7 @@ def write_json(path: Path, about: dict[str, Any], text: Text, result: Result) ->
 
 def draw(path: Path, about: dict[str, Any], result: Result) -> Path:
     """Draw the losses of the three phases, and memory, time and reward below."""
-    style = {
+    style: dict[Any, Any] = {
         "font.size": 10,
         "text.color": _INK,
         "axes.labelcolor": _INK,
@@ -120,7 +122,7 @@ def _curves(axes: Axes, phase: Phase) -> None:
     axes.set_title(f"{phase.title}: {phase.op}", loc="left", fontweight="bold", fontsize=11)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(axis="y", color=_FAINT, alpha=0.2)
 
 
@@ -145,12 +147,15 @@ def _bars(axes: Axes, phases: list[Phase], title: str, value: Callable[[Phase, s
 
 def _rewards(axes: Axes, rewards: list[float]) -> None:
     axes.plot(range(1, len(rewards) + 1), rewards, color=_COLOUR["headmux"], linewidth=1.8, marker="o", markersize=3)
-    for step, reward, place in ((1, rewards[0], (6, 0)), (len(rewards), rewards[-1], (-6, 8)))[: len(rewards)]:
-        axes.annotate(f"{reward:.2f}", (step, reward), xytext=place, textcoords="offset points",
-                      ha="left" if step == 1 else "right", va="bottom", fontweight="bold", color=_WORD["headmux"])
+    for step, reward, place, side in ((1, rewards[0], -6, "right"), (len(rewards), rewards[-1], 6, "left")):
+        axes.annotate(
+            f"{reward:.2f}", (step, reward), xytext=(place, 0), textcoords="offset points", ha=side, va="center",
+            fontweight="bold", color=_WORD["headmux"],
+        )
+    axes.margins(x=0.22)
     axes.margins(y=0.25)
     axes.set_ylabel("share of letters and spaces")
     axes.set_title("Reward of the samples", loc="left", fontweight="bold", fontsize=11)
     axes.set_xlabel("step of the last phase")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_xticks(sorted({1, (len(rewards) + 1) // 2, len(rewards)}))
     axes.grid(axis="y", color=_FAINT, alpha=0.2)

@@ -8,7 +8,18 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tokenizers")
 pytest.importorskip("tqdm")
 
+import torch
+
 from headmux.demo import main
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Other tests run beside this one, and threads that wait for each other on a busy machine cost minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_run(tmp_path, capsys):
@@ -28,6 +39,7 @@ def test_run(tmp_path, capsys):
     first = found["phases"][0]["losses"]["headmux"]
     assert first[1] < first[0]
     for score in found["scores"]:
+        assert score["backend"] == "torch"
         assert score["largest_difference"] < 1e-4
         assert score["memory_bytes"]["headmux"] < score["memory_bytes"]["plain"] / 4
     assert len(found["rewards"]) == 2
