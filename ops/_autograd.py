@@ -320,6 +320,18 @@ _SCHEMA = {
 }
 
 
+def _tie(scalar: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    return scalar.clone()
+
+
+# Gradients formed in the forward are constants to a compiled backward. Tied to the tensors that they depend on, a second
+# derivative through them is refused by AOTAutograd instead of being 0.
+_tied = torch.library.custom_op(
+    "headmux::tied", _tie, mutates_args=(), schema="(Tensor scalar, Tensor[] tensors) -> Tensor"
+)
+_tied.register_fake(_tie)
+
+
 def _gradients_with_loss(args: Any) -> bool:
     """Whether the opaque op forms the gradients together with a reduced loss, to be scaled later.
 
@@ -397,7 +409,8 @@ def raw_op(op: Op) -> Any:
         if grads[0] is not None and all(f or not n for f, n in zip(formed_for, needs, strict=True)):
             left = iter(formed)
             every = [next(left) if f else None for f in formed_for]
-            scaled = [(g * grads[0]).to(g.dtype) if n and g is not None else None
+            scalar = _tied(grads[0], [t for t, n in zip(tensors, needs, strict=False) if n and t is not None])
+            scaled = [(g * scalar).to(g.dtype) if n and g is not None else None
                       for g, n in zip(every, needs, strict=True)]
         else:
             # what does not differentiate has no gradient to hand on

@@ -253,3 +253,8 @@ def logits(
 def counted(input: Tensor, valid: Tensor | None) -> Tensor:
     """Hidden states with 0 where a token does not count, so that nothing of it can reach a gradient."""
     return input if valid is None else torch.where(valid[:, None], input, 0)
+
+
+def flattened(states: Tensor) -> Tensor:
+    """[N, H] from [..., H]. Untouched if it is that already: a compiled backward can then name it in its errors."""
+    return states if states.dim() == 2 else states.reshape(-1, states.shape[-1])

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from headmux.contract import Pairs
 from headmux.ops import _checks, _reduction
-from headmux.ops._op import Op, Output, Request, counted, logits, stats_dtype
+from headmux.ops._op import Op, Output, Request, counted, flattened, logits, stats_dtype
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class FLCE(Op):
             num_items=num_items,
         )
         args = FLCEArgs(
-            input=input.reshape(-1, input.shape[-1]),
+            input=flattened(input),
             weight=weight,
             bias=bias,
             target=labels,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from headmux.contract import Pairs
 from headmux.ops import _checks, _reduction
-from headmux.ops._op import Op, Output, Request, counted, logits, stats_dtype
+from headmux.ops._op import Op, Output, Request, counted, flattened, logits, stats_dtype
 
 
 @dataclass(frozen=True)
@@ -187,13 +187,13 @@ class JSD(Op):
         ignore_index = _checks.integer("ignore_index", ignore_index)
         labels = None if target is None else _checks.target(target, student_input)
         shape = student_input.shape[:-1]
-        states = student_input.reshape(-1, student_input.shape[-1])
+        states = flattened(student_input)
         valid = states.new_ones(states.shape[:1], dtype=torch.bool) if labels is None else labels != ignore_index
         args = JSDArgs(
             student_input=states,
             student_weight=student_weight,
             student_bias=student_bias,
-            teacher_input=teacher_input.detach().reshape(-1, teacher_input.shape[-1]),
+            teacher_input=flattened(teacher_input.detach()),
             teacher_weight=teacher_weight.detach(),
             teacher_bias=teacher_bias,
             target=labels,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from headmux.contract import Pairs
 from headmux.ops import _checks
-from headmux.ops._op import Op, Output, Request, counted, logits, stats_dtype
+from headmux.ops._op import Op, Output, Request, counted, flattened, logits, stats_dtype
 
 
 @dataclass(frozen=True)
@@ -182,7 +182,7 @@ class LinearLogp(Op):
         if isinstance(temperature, Tensor):
             per_token = _token_temperature(temperature, input, target.shape, stats_dtype(compute))
         args = LinearLogpArgs(
-            input=input.reshape(-1, input.shape[-1]),
+            input=flattened(input),
             weight=weight,
             bias=bias,
             target=labels,
