@@ -324,8 +324,8 @@ def _tie(scalar: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     return scalar.clone()
 
 
-# Gradients formed in the forward are constants to a compiled backward. Tied to the tensors that they depend on, a second
-# derivative through them is refused by AOTAutograd instead of being 0.
+# Gradients formed in the forward are constants to a compiled backward. Tied to the tensors that they depend on, a
+# second derivative through them is refused by AOTAutograd instead of being 0.
 _tied = torch.library.custom_op(
     "headmux::tied", _tie, mutates_args=(), schema="(Tensor scalar, Tensor[] tensors) -> Tensor"
 )

@@ -1,9 +1,9 @@
 """Softmax over the vocabulary in PyTorch.
 
 Blocks of wide logits are made, looked at, and either dropped or kept as exponentials e = exp(z - m), m being the
-token's largest logit of that block, in the operands' dtype: p = e * exp(m - lse) then needs no second look at the logits
-and no second exponential, and a rounded e holds z to 0.004 in bf16 whatever the size of z, where a rounded z of 30 is
-off by 0.06.
+token's largest logit of that block, in the operands' dtype: p = e * exp(m - lse) then needs no second look at the
+logits and no second exponential, and a rounded e holds z to 0.004 in bf16 whatever the size of z, where a rounded z of
+30 is off by 0.06.
 """
 
 from __future__ import annotations
