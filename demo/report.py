@@ -132,9 +132,10 @@ def _bars(axes: Axes, phases: list[Phase], title: str, value: Callable[[Phase, s
     for row, phase in enumerate(phases):
         for side, offset in (("headmux", -0.2), ("plain", 0.2)):
             figure = value(phase, side)
+            shown = f"{figure:,.0f}" if figure >= 10 else f"{figure:.2f}"
             axes.barh(row + offset, figure, height=0.36, color=_COLOUR[side])
             axes.text(
-                figure + 0.02 * largest, row + offset, f"{figure:,.0f}  {_NAME[side]}", va="center", color=_WORD[side]
+                figure + 0.02 * largest, row + offset, f"{shown}  {_NAME[side]}", va="center", color=_WORD[side]
             )
     axes.set_yticks(range(len(phases)), [p.op + "\n" + p.name for p in phases])
     axes.tick_params(axis="y", length=0)
