@@ -27,19 +27,17 @@ def _install(session: nox.Session, *extras: str) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Lint, types, unit tests and conformance: everything that a change must pass."""
-    _install(session, "dev", "triton", "demo", "bench")
+    _install(session, "dev", "demo", "bench")
     _lint(session)
     _typecheck(session)
     _pytest(session, "tests", *session.posargs)
-    _conformance_of_interpreted_triton(session)
 
 
 @nox.session
 def conformance(session: nox.Session) -> None:
     """The conformance suite alone; arguments go to pytest."""
-    _install(session, "dev", "triton", "demo")  # Triton's interpreter wants numpy, which the demo's drawing brings
+    _install(session, "dev")
     _pytest(session, "tests/test_conformance.py", *session.posargs)
-    _conformance_of_interpreted_triton(session)
 
 
 @nox.session
@@ -76,7 +74,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure; arguments go to ``python -m headmux.bench``."""
-    _install(session, "bench", "triton")
+    _install(session, "bench")
     session.run("python", "-m", "headmux.bench", *session.posargs)
 
 
@@ -99,11 +97,7 @@ def _typecheck(session: nox.Session) -> None:
     session.run("mypy", "--strict", "--cache-dir", str(Path(session.create_tmp()) / "mypy"), *words)
 
 
-def _pytest(session: nox.Session, *words: str, **variables: str) -> None:
+def _pytest(session: nox.Session, *words: str) -> None:
     # one thread a worker: the workers share the machine's cores
-    session.run("pytest", "-n", "auto", *words, env={"OMP_NUM_THREADS": "1", **variables})
+    session.run("pytest", "-n", "auto", *words, env={"OMP_NUM_THREADS": "1"})
 
-
-def _conformance_of_interpreted_triton(session: nox.Session) -> None:
-    # Triton reads the switch when it is imported, so this is a run of its own
-    _pytest(session, "tests/test_conformance.py", "--require", "triton", "--backend", "triton", TRITON_INTERPRET="1")

@@ -1,18 +1,13 @@
-"""Triton backend: cuBLAS's products, and Triton between them. It has no kernel for jsd yet."""
+"""Triton backend. It has no kernels yet; its requirements are already told."""
 
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
 
 import torch
 
-from headmux.backends.common import flce, linear_logp
 from headmux.contract import Backend, Call
 from headmux.requirements import capability, dtypes
-
-if TYPE_CHECKING:
-    from headmux.backends.common.softmax import Softmax
 
 
 def _device(call: Call) -> str | None:
@@ -23,17 +18,11 @@ def _device(call: Call) -> str | None:
     return f"device {call.device.type} is not cuda, and TRITON_INTERPRET=1 is not set"
 
 
-def _softmax(*args: Any) -> Softmax:
-    from headmux.backends.triton.softmax import TritonSoftmax
-
-    return TritonSoftmax(*args)
-
-
 _capability = capability((8, 0))
 
 backend = Backend(
     "triton",
-    kernels={"flce": flce.kernel(_softmax), "linear_logp": linear_logp.kernel(_softmax)},
+    kernels={},
     requires=(_device, dtypes(torch.float32, torch.bfloat16, torch.float16)),
     imports=("triton",),
 )

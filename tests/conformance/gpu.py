@@ -168,14 +168,17 @@ def _weight_past_2_31(context: Context) -> None:
     tensors = oracles.leaves(problem)
     context.admit(problem, tensors)
     result = oracles.evaluate(context.call, problem, tensors)
-    z = torch.cat([x.float() @ block.float().T for block in w.split(8192)], dim=1)
+    z = torch.cat([x.double() @ block.double().T for block in w.split(8192)], dim=1)
     loss = torch.logsumexp(z, 1) - z[:, -1]
+    peer = torch.mm(x, w.T, out_dtype=torch.float32).double()
+    peer_error = (torch.logsumexp(peer, 1) - peer[:, -1] - loss).abs().max()
     name = problem.differentiable[0]
     sign = 1.0 if name == "loss" else -1.0
-    # fp32 sums of 16448 products in two orders
-    context.measure("loss", float((result.outputs[name] * sign - loss).abs().max()), 1e-4)
+    # a tensor core's sums of 16448 products are less exact than fp32 ones: the budget is what this device's GEMM gives
+    error = float((result.outputs[name] * sign - loss).abs().max())
+    context.measure("loss", error, 2 * float(peer_error) + 1e-5)
     g = sign * problem.upstream[name] * (torch.exp(-loss) - 1)
-    want: Tensor = g @ x.float()
+    want: Tensor = g @ x.double()
     found = result.gradients["weight"]
     assert found is not None
-    context.measure("last row of grad_weight, relative", float((found[-1].float() - want).norm() / want.norm()), 0.01)
+    context.measure("last row of grad_weight, relative", float((found[-1].double() - want).norm() / want.norm()), 0.01)
