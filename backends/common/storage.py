@@ -15,8 +15,12 @@ _ALIGNED = 8  # 16 bytes of a 16-bit dtype
 
 
 def capacity(total_dtype: torch.dtype, hidden: int, held: torch.dtype) -> int:
-    """How many tokens' logits of dtype ``held`` fit in a [V, hidden] tensor of dtype ``total_dtype``."""
-    return hidden * total_dtype.itemsize // held.itemsize
+    """How many tokens' logits of dtype ``held`` fit in a [V, hidden] tensor of dtype ``total_dtype``.
+
+    None where the tensor's rows are no whole number of such elements.
+    """
+    count, rest = divmod(hidden * total_dtype.itemsize, held.itemsize)
+    return 0 if rest else count
 
 
 def logits_inside(total: Tensor, tokens: int, held: torch.dtype) -> Tensor:
