@@ -222,7 +222,7 @@ class _Scale:
     Attributes:
         relative: How far a probability can be off, relative to itself.
         largest: Largest gradient that arrives at a row's loss.
-        together: Euclidean norm of those of all rows.
+        together: Euclidean norm of those of all rows; their sum where all rows are equal.
         rows: [N], those of all rows.
         states: Largest Euclidean norm of a hidden state.
         weight: Largest Euclidean norm of a row of the weight.
@@ -272,8 +272,9 @@ def _scale(problem: Problem, upstream: dict[str, Tensor]) -> _Scale:
     rows = torch.zeros(valid.numel(), dtype=torch.float64, device=valid.device)
     for name, g in upstream.items():
         g = g.double() if row_scale is None else g.double() * row_scale
-        # an entropy's and a z-loss's gradients carry a factor of the size of log p or of the logsumexp
-        rows += g.reshape(-1).abs() * (1.0 if name != "entropy" else 1.0 + largest_logit)
+        # an entropy's and a divergence's gradients carry a factor of the size of log p, a z-loss's of the logsumexp
+        logarithm = name == "entropy" or (problem.case.op == "jsd" and problem.options.get("beta") != 0.0)
+        rows += g.reshape(-1).abs() * (1.0 + largest_logit if logarithm else 1.0)
     if (weight := wide.get("token_weight")) is not None and row_scale is None:
         rows *= weight.reshape(-1)
     if (weight := wide.get("ce_weight")) is not None:
@@ -284,7 +285,8 @@ def _scale(problem: Problem, upstream: dict[str, Tensor]) -> _Scale:
     return _Scale(
         relative=FLOOR_ULPS * eps * (1.0 + largest_logit),
         largest=float(counted.max()) if counted.numel() else 0.0,
-        together=float(counted.norm()),
+        # equal rows have equal errors, which add up; others' are independent
+        together=float(counted.sum() if problem.case.layout == "expanded" else counted.norm()),
         rows=torch.where(valid, rows, 0.0) * chain,
         states=largest_state,
         weight=largest_weight,
