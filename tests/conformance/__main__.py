@@ -34,11 +34,18 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     arguments = [
         str(Path(__file__).with_name("suite.py")),
-        "-p", "headmux.testing.plugin",
-        "-p", "no:cacheprovider",
+        "-p",
+        "headmux.testing.plugin",
+        "-p",
+        "no:cacheprovider",
         # nothing of the directory that this is called from, or that the suite lies in, changes the run
-        "-c", os.devnull, f"--rootdir={Path.cwd()}", "--noconftest", "--import-mode=importlib",
-        "-q", "--tb=short",
+        "-c",
+        os.devnull,
+        f"--rootdir={Path.cwd()}",
+        "--noconftest",
+        "--import-mode=importlib",
+        "-q",
+        "--tb=short",
     ]
     for name in ("backend", "require", "json"):
         if (value := getattr(options, name)) is not None:

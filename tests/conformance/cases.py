@@ -313,11 +313,20 @@ _OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
         ("ignore-index-in-range", "ignore_index inside the vocabulary", {"ignore_index": 3}),
         ("accum-fp32", "accum_dtype=torch.float32", {"accum_dtype": torch.float32}),
         (
-            "everything", "all options at once",
+            "everything",
+            "all options at once",
             {
-                "softcap": 5.0, "logit_scale": 0.7, "lse_square_scale": 1e-2, "label_smoothing": 0.1,
-                "ce_weight": PER_CLASS, "token_weight": PER_TOKEN, "use_token_scaling": True, "return_z_loss": True,
-                "return_token_accuracy": True, "return_predicted_tokens": True, "accum_dtype": torch.float32,
+                "softcap": 5.0,
+                "logit_scale": 0.7,
+                "lse_square_scale": 1e-2,
+                "label_smoothing": 0.1,
+                "ce_weight": PER_CLASS,
+                "token_weight": PER_TOKEN,
+                "use_token_scaling": True,
+                "return_z_loss": True,
+                "return_token_accuracy": True,
+                "return_predicted_tokens": True,
+                "accum_dtype": torch.float32,
             },
         ),
     ),
@@ -338,10 +347,16 @@ _OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
         ("ignore-index-in-range", "ignore_index inside the vocabulary", {"ignore_index": 3}),
         ("accum-fp32", "accum_dtype=torch.float32", {"accum_dtype": torch.float32}),
         (
-            "everything", "all options at once",
+            "everything",
+            "all options at once",
             {
-                "beta": 0.3, "temperature": 1.5, "student_softcap": 5.0, "teacher_softcap": 6.0,
-                "student_logit_scale": 0.7, "teacher_logit_scale": 1.2, "accum_dtype": torch.float32,
+                "beta": 0.3,
+                "temperature": 1.5,
+                "student_softcap": 5.0,
+                "teacher_softcap": 6.0,
+                "student_logit_scale": 0.7,
+                "teacher_logit_scale": 1.2,
+                "accum_dtype": torch.float32,
             },
         ),
     ),
@@ -357,10 +372,16 @@ _OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
         ("ignore-index-in-range", "ignore_index inside the vocabulary", {"ignore_index": 3}),
         ("accum-fp32", "accum_dtype=torch.float32", {"accum_dtype": torch.float32}),
         (
-            "everything", "all options at once",
+            "everything",
+            "all options at once",
             {
-                "softcap": 5.0, "logit_scale": 0.7, "temperature": PER_TOKEN, "ignore_index": -100,
-                "return_entropy": True, "return_lse": True, "accum_dtype": torch.float32,
+                "softcap": 5.0,
+                "logit_scale": 0.7,
+                "temperature": PER_TOKEN,
+                "ignore_index": -100,
+                "return_entropy": True,
+                "return_lse": True,
+                "accum_dtype": torch.float32,
             },
         ),
     ),
@@ -376,7 +397,10 @@ def _cases() -> Iterable[Case]:
             if reduced:
                 for reduction in ("mean", "sum"):
                     yield Case(
-                        f"{op}/{short}-{reduction}", op, dtype=dtype, options={"reduction": reduction},
+                        f"{op}/{short}-{reduction}",
+                        op,
+                        dtype=dtype,
+                        options={"reduction": reduction},
                         feature=f"reduction={reduction}" if short == "fp32" else "",
                     )
         per_token = {"reduction": "none"} if reduced else {}
@@ -388,10 +412,17 @@ def _cases() -> Iterable[Case]:
             yield Case(
                 f"{op}/{name}-bf16", op, N=21, H=24, V=130, dtype=torch.bfloat16, options=options, bias=torch.bfloat16
             )
-        yield Case(f"{op}/bias-fp32", op, dtype=torch.bfloat16, bias=torch.float32, options=per_token,
-                   feature="fp32 bias beside 16-bit weights")
-        yield Case(f"{op}/bias-16-bit", op, dtype=torch.bfloat16, bias=torch.bfloat16, options=per_token,
-                   feature="bias")
+        yield Case(
+            f"{op}/bias-fp32",
+            op,
+            dtype=torch.bfloat16,
+            bias=torch.float32,
+            options=per_token,
+            feature="fp32 bias beside 16-bit weights",
+        )
+        yield Case(
+            f"{op}/bias-16-bit", op, dtype=torch.bfloat16, bias=torch.bfloat16, options=per_token, feature="bias"
+        )
         for layout in LAYOUTS[1:]:
             yield Case(f"{op}/layout-{layout}", op, layout=layout, options=per_token, feature=f"{layout} tensors")
             yield Case(f"{op}/layout-{layout}-bf16", op, layout=layout, dtype=torch.bfloat16, H=24, options=per_token)
@@ -403,25 +434,52 @@ def _cases() -> Iterable[Case]:
             yield Case(f"{op}/vocabulary-{classes}", op, N=5, H=8, V=classes, bias=torch.float32, options=per_token)
             yield Case(f"{op}/vocabulary-{classes}-bf16", op, N=7, H=16, V=classes, dtype=torch.bfloat16)
         for hidden in (1, 7, 100):
-            yield Case(f"{op}/hidden-{hidden}", op, H=hidden, dtype=torch.bfloat16, options=per_token,
-                       feature="odd hidden sizes" if hidden == 7 else "")
+            yield Case(
+                f"{op}/hidden-{hidden}",
+                op,
+                H=hidden,
+                dtype=torch.bfloat16,
+                options=per_token,
+                feature="odd hidden sizes" if hidden == 7 else "",
+            )
         for tokens in (1, 2, 33, 130):
             yield Case(f"{op}/tokens-{tokens}", op, N=tokens, dtype=torch.bfloat16, options=per_token)
         for short in ("int32", "int16", "uint8"):
-            yield Case(f"{op}/target-{short}", op, target_dtype=getattr(torch, short),
-                       options={**per_token, "ignore_index": 3})
-        # accum_dtype=None may round 16-bit sums once a chunk, so that only fp32 ones are held to the budget in many chunks
+            yield Case(
+                f"{op}/target-{short}", op, target_dtype=getattr(torch, short), options={**per_token, "ignore_index": 3}
+            )
+        # accum_dtype=None may round 16-bit sums once a chunk: only fp32 ones are held to the budget in many chunks
         yield Case(f"{op}/chunked-fp32", op, N=70, V=257, budget_mb=0.02, bias=torch.float32, options=per_token)
         for short in ("fp32", "bf16", "fp16"):
             for reduction in ("mean", "none") if reduced else ("none",):
                 options = {"accum_dtype": torch.float32, **({"reduction": reduction} if reduced else {})}
-                yield Case(f"{op}/chunked-accum-{short}-{reduction}", op, N=70, V=257, dtype=_DTYPES[short],
-                           budget_mb=0.02, bias=torch.float32, options=options)
+                yield Case(
+                    f"{op}/chunked-accum-{short}-{reduction}",
+                    op,
+                    N=70,
+                    V=257,
+                    dtype=_DTYPES[short],
+                    budget_mb=0.02,
+                    bias=torch.float32,
+                    options=options,
+                )
         for short in ("bf16", "fp16"):
-            yield Case(f"{op}/autocast-{short}", op, autocast=_DTYPES[short], options=per_token,
-                       feature=f"autocast to {_DTYPES[short]}")
-            yield Case(f"{op}/autocast-{short}-bias", op, autocast=_DTYPES[short], bias=torch.float32, N=70, V=257,
-                       budget_mb=0.02)
+            yield Case(
+                f"{op}/autocast-{short}",
+                op,
+                autocast=_DTYPES[short],
+                options=per_token,
+                feature=f"autocast to {_DTYPES[short]}",
+            )
+            yield Case(
+                f"{op}/autocast-{short}-bias",
+                op,
+                autocast=_DTYPES[short],
+                bias=torch.float32,
+                N=70,
+                V=257,
+                budget_mb=0.02,
+            )
         yield Case(f"{op}/extreme-fp32", op, spread=3e4, options=per_token, ignored=0.0)
         yield Case(f"{op}/extreme-bf16", op, spread=3e4, dtype=torch.bfloat16, options=per_token)
         yield Case(f"{op}/extreme-fp16", op, H=8, spread=3e4, dtype=torch.float16, options=per_token)
@@ -431,11 +489,26 @@ def _cases() -> Iterable[Case]:
     for short in ("fp32", "bf16", "fp16"):
         for beta in (0.0, 0.5, 1.0):
             yield Case(
-                f"jsd/near-teacher-{short}-beta-{beta:g}", "jsd", N=64, H=128, V=512, dtype=_DTYPES[short], spread=5.0,
-                teacher=2e-3, options={"beta": beta, "reduction": "none"},
+                f"jsd/near-teacher-{short}-beta-{beta:g}",
+                "jsd",
+                N=64,
+                H=128,
+                V=512,
+                dtype=_DTYPES[short],
+                spread=5.0,
+                teacher=2e-3,
+                options={"beta": beta, "reduction": "none"},
             )
-    yield Case("linear_logp/entropy-and-lse-bf16", "linear_logp", N=21, H=24, V=257, dtype=torch.bfloat16,
-               options={"return_entropy": True, "return_lse": True, "temperature": 0.7}, bias=torch.bfloat16)
+    yield Case(
+        "linear_logp/entropy-and-lse-bf16",
+        "linear_logp",
+        N=21,
+        H=24,
+        V=257,
+        dtype=torch.bfloat16,
+        options={"return_entropy": True, "return_lse": True, "temperature": 0.7},
+        bias=torch.bfloat16,
+    )
 
 
 CASES: tuple[Case, ...] = tuple(_cases())
@@ -453,8 +526,9 @@ def by_id(case_id: str) -> Case:
 def call_of(case: Case, device: torch.device | None = None, capability: tuple[int, int] | None = None) -> Call:
     """What selection is told of a case. A device and capability, if given, replace the CPU's."""
     problem = build(case)
-    tensors = {n: t if t is None or n not in problem.roles else t.detach().requires_grad_()
-               for n, t in problem.tensors.items()}
+    tensors = {
+        n: t if t is None or n not in problem.roles else t.detach().requires_grad_() for n, t in problem.tensors.items()
+    }
     with torch.autocast("cpu", dtype=case.autocast or torch.bfloat16, enabled=case.autocast is not None):
         call = problem.op.explain(**tensors, **problem.options, impl="torch").call
     return call if device is None else dataclasses.replace(call, device=device, capability=capability)
@@ -469,9 +543,7 @@ def refusals(backend: Backend, call: Call) -> tuple[str, ...]:
     return tuple(reason for check in checks if (reason := check(call)) is not None)
 
 
-def support_table(
-    backends: Iterable[Backend], device: str = "cpu", capability: tuple[int, int] | None = None
-) -> str:
+def support_table(backends: Iterable[Backend], device: str = "cpu", capability: tuple[int, int] | None = None) -> str:
     """Markdown tables, one an op, of what each backend runs, from its requirements alone: nothing is run.
 
     Args:
@@ -485,7 +557,12 @@ def support_table(
     columns = list(backends)
     lines: list[str] = []
     for op in registry.op_names():
-        lines += [f"### {op}", "", "| | " + " | ".join(b.name for b in columns) + " |", "|---" * (1 + len(columns)) + "|"]
+        lines += [
+            f"### {op}",
+            "",
+            "| | " + " | ".join(b.name for b in columns) + " |",
+            "|---" * (1 + len(columns)) + "|",
+        ]
         for case in CASES:
             if case.op != op or not case.feature:
                 continue

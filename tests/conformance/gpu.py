@@ -36,8 +36,13 @@ def _cuda_graph(context: Context) -> None:
         case = context.case(N=70, options=_options(context, reduction=reduction), bias=torch.float32)
         problem = context.problem(case)
         context.run(problem)
-        static = Problem(case, {n: None if t is None else t.clone() for n, t in problem.tensors.items()},
-                         problem.options, {n: u.clone() for n, u in problem.upstream.items()}, problem.roles)
+        static = Problem(
+            case,
+            {n: None if t is None else t.clone() for n, t in problem.tensors.items()},
+            problem.options,
+            {n: u.clone() for n, u in problem.upstream.items()},
+            problem.roles,
+        )
         tensors = oracles.leaves(static)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
@@ -69,8 +74,10 @@ def _streams(context: Context) -> None:
     results = []
     streams = [torch.cuda.Stream() for _ in range(3)]
     for stream in streams:
-        late = {n: None if t is None else torch.full_like(t, 0 if n == "target" else torch.nan)
-                for n, t in problem.tensors.items()}
+        late = {
+            n: None if t is None else torch.full_like(t, 0 if n == "target" else torch.nan)
+            for n, t in problem.tensors.items()
+        }
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(50_000_000)
@@ -143,9 +150,13 @@ def _logits_past_2_31(context: Context) -> None:
     with headmux.budget(6000):
         got = context.run(problem)
     for row in (0, 16383, 16384, 16999):
-        tensors = {n: t[row : row + 1] if t is not None and (n.endswith("input") or n == "target") else t
-                   for n, t in problem.tensors.items()}
-        alone = Problem(case, tensors, problem.options, {n: u[row : row + 1] for n, u in problem.upstream.items()}, (states,))
+        tensors = {
+            n: t[row : row + 1] if t is not None and (n.endswith("input") or n == "target") else t
+            for n, t in problem.tensors.items()
+        }
+        alone = Problem(
+            case, tensors, problem.options, {n: u[row : row + 1] for n, u in problem.upstream.items()}, (states,)
+        )
         g = got.gradients[states]
         assert g is not None
         part = oracles.Result({n: t[row : row + 1] for n, t in got.outputs.items()}, {states: g[row : row + 1]})

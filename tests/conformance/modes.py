@@ -12,7 +12,11 @@ from torch.utils._pytree import tree_leaves
 
 _aten = torch.ops.aten
 _UNINITIALISED = (
-    _aten.empty, _aten.new_empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty_strided,
+    _aten.empty,
+    _aten.new_empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty_strided,
 )
 _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.mv: 0, _aten.addmm: 1, _aten.baddbmm: 1, _aten.addmv: 1}
 
@@ -20,14 +24,9 @@ _PRODUCTS = {_aten.mm: 0, _aten.bmm: 0, _aten.mv: 0, _aten.addmm: 1, _aten.baddb
 class Poisoned(TorchDispatchMode):
     """Fills fresh uninitialised memory with NaN, or with garbage in integers, so that a read of it shows."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.filled = 0
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func.overloadpacket in _UNINITIALISED and isinstance(found, Tensor) and found.numel():
-            self.filled += 1
             if found.is_floating_point():
                 found.fill_(math.nan)
             elif found.dtype != torch.bool:

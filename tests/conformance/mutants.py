@@ -7,6 +7,7 @@ that nothing wrong can fail checks nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -62,7 +63,9 @@ def _real(op: str) -> Kernel:
 
 def _add(name: str, op: str, kernel: Kernel, *caught_by: str, requires: tuple[Requirement, ...] = ()) -> None:
     name = f"{op}-{name}"
-    MUTANTS.append(Mutant(name, Backend(f"mutant-{name}", {op: kernel}, requires), tuple(f"{op}/{c}" for c in caught_by)))
+    MUTANTS.append(
+        Mutant(name, Backend(f"mutant-{name}", {op: kernel}, requires), tuple(f"{op}/{c}" for c in caught_by))
+    )
 
 
 def _changed(op: str, forward: Callable[[Any], Any] | None, backward: Callable[[Any], Any] | None) -> Kernel:
@@ -89,11 +92,16 @@ def _results(op: str, change: Callable[[Any, Gradients], Gradients]) -> Kernel:
 
 def _slice(args: Any, rows: slice) -> Any:
     tokens = _states(args).shape[0]
-    return dataclasses.replace(args, **{
-        f.name: v[rows] for f in dataclasses.fields(args)
-        if isinstance(v := getattr(args, f.name), Tensor) and v.shape[:1] == (tokens,)
-        and f.name.endswith(("input", "target", "row_scale", "token_temperature"))
-    })
+    return dataclasses.replace(
+        args,
+        **{
+            f.name: v[rows]
+            for f in dataclasses.fields(args)
+            if isinstance(v := getattr(args, f.name), Tensor)
+            and v.shape[:1] == (tokens,)
+            and f.name.endswith(("input", "target", "row_scale", "token_temperature"))
+        },
+    )
 
 
 def _states(args: Any) -> Tensor:
@@ -169,10 +177,13 @@ def _in_parts(op: str, size: int, dtype: torch.dtype) -> Kernel:
     return Kernel(real.forward, back)
 
 
+def _round_each_chunk(args: Any) -> Any:
+    return dataclasses.replace(args, accum_dtype=None)
+
+
 for _op in ("flce", "jsd", "linear_logp"):
     _add("sums-in-bf16", _op, _in_parts(_op, 4, torch.bfloat16), "equal-rows", "chunks")
-    _drop = lambda args: dataclasses.replace(args, accum_dtype=None)  # noqa: E731
-    _add("ignores-accum-dtype", _op, _changed(_op, _drop, _drop), "chunks")
+    _add("ignores-accum-dtype", _op, _changed(_op, _round_each_chunk, _round_each_chunk), "chunks")
     _add("holds-all-logits", _op, _full(_op), "memory")
 
 
@@ -187,7 +198,8 @@ def _scaled_late(args: Any, upstream: Upstream, real: Kernel) -> Gradients:
 for _op in ("flce", "jsd"):
     _kernel = _real(_op)
     _add(
-        "underflows", _op,
+        "underflows",
+        _op,
         Kernel(_kernel.forward, lambda args, residual, upstream, k=_kernel: _scaled_late(args, upstream, k)),
         "loss-scale",
     )
@@ -208,12 +220,20 @@ def _rounded_probability(args: Any, residual: Any, upstream: Upstream) -> Gradie
 
 _add("rounds-before-subtracting", "flce", Kernel(_real("flce").forward, _rounded_probability), "likely-target")
 _add(
-    "rounds-under-autocast", "flce",
-    _results("flce", lambda args, found: tuple(None if g is None else g.to(args.compute_dtype).to(g.dtype) for g in found)),
+    "rounds-under-autocast",
+    "flce",
+    _results(
+        "flce", lambda args, found: tuple(None if g is None else g.to(args.compute_dtype).to(g.dtype) for g in found)
+    ),
     "autocast-unrounded",
 )
 
 # ------------------------------------------------------------------------------------------------ options dropped
+
+def _replaced(field: str, value: Any, args: Any) -> Any:
+    needs = {"needs": (*args.needs[:2], False)} if field == "bias" else {}
+    return dataclasses.replace(args, **{field: value}, **needs)
+
 
 for _op, _field, _default, _case in (
     ("flce", "softcap", None, "softcap"),
@@ -235,17 +255,27 @@ for _op, _field, _default, _case in (
     ("linear_logp", "temperature", 1.0, "temperature-0.5"),
     ("linear_logp", "token_temperature", None, "token-temperature"),
 ):
-    _without = lambda args, f=_field, d=_default: dataclasses.replace(  # noqa: E731
-        args, **{f: d}, **({"needs": (*args.needs[:2], False)} if f == "bias" else {})
-    )
+    _without = functools.partial(_replaced, _field, _default)
     _add(f"ignores-{_field.replace('_', '-')}", _op, _changed(_op, _without, _without), _case)
     if _field not in ("bias", "target"):
         _add(f"ignores-{_field.replace('_', '-')}-in-backward", _op, _changed(_op, None, _without), _case)
 
-_add("clamps-beta", "jsd", _changed("jsd", *[lambda args: dataclasses.replace(args, beta=min(max(args.beta, 1e-6), 1 - 1e-6))] * 2),
-     "forward-kl", "reverse-kl", "fixture")
-_add("swaps-models", "jsd", _changed("jsd", *[lambda args: dataclasses.replace(args, beta=1 - args.beta)] * 2),
-     "beta-0.1", "forward-kl", "fixture")
+_add(
+    "clamps-beta",
+    "jsd",
+    _changed("jsd", *[lambda args: dataclasses.replace(args, beta=min(max(args.beta, 1e-6), 1 - 1e-6))] * 2),
+    "forward-kl",
+    "reverse-kl",
+    "fixture",
+)
+_add(
+    "swaps-models",
+    "jsd",
+    _changed("jsd", *[lambda args: dataclasses.replace(args, beta=1 - args.beta)] * 2),
+    "beta-0.1",
+    "forward-kl",
+    "fixture",
+)
 
 
 def _squared_temperature(args: Any) -> Any:
@@ -253,7 +283,13 @@ def _squared_temperature(args: Any) -> Any:
     return (outputs[0] * args.temperature**2,), residual  # type: ignore[operator]
 
 
-_add("scales-by-temperature-squared", "jsd", Kernel(_squared_temperature, _real("jsd").backward), "temperature-2", "fixture")
+_add(
+    "scales-by-temperature-squared",
+    "jsd",
+    Kernel(_squared_temperature, _real("jsd").backward),
+    "temperature-2",
+    "fixture",
+)
 
 
 def _without_entropy(args: Any, residual: Any, upstream: Upstream) -> Gradients:
@@ -269,11 +305,26 @@ _all_count = lambda args: dataclasses.replace(  # noqa: E731
     args, ignore_index=-(2**40), target=args.target.clamp(min=0) if hasattr(args, "input") else args.target
 )
 for _op in ("flce", "jsd", "linear_logp"):
-    _add("counts-ignored-tokens", _op, _changed(_op, _all_count, None),
-         "ignore-index-in-range", "ignored-rows" if _op != "jsd" else "fp32")
-    _add("counts-nan-of-ignored-tokens", _op, _results(
-        _op, lambda args, found: (found[0], None if found[1] is None else found[1] + (_states(args) * 0).sum(0), found[2])
-    ), "ignored-rows")
+    _add(
+        "counts-ignored-tokens",
+        _op,
+        _changed(_op, _all_count, None),
+        "ignore-index-in-range",
+        "ignored-rows" if _op != "jsd" else "fp32",
+    )
+    _add(
+        "counts-nan-of-ignored-tokens",
+        _op,
+        _results(
+            _op,
+            lambda args, found: (
+                found[0],
+                None if found[1] is None else found[1] + (_states(args) * 0).sum(0),
+                found[2],
+            ),
+        ),
+        "ignored-rows",
+    )
 
 for _op in ("flce", "linear_logp"):
     _clamped = lambda args: dataclasses.replace(  # noqa: E731
@@ -310,8 +361,14 @@ def _padded(args: Any) -> Any:
 
 
 for _op in ("flce", "linear_logp"):
-    _add("counts-padding", _op, _changed(_op, _padded, None), "vocabulary-129", "vocabulary-3",
-         *(["phantom-columns"] if _op == "linear_logp" else []))
+    _add(
+        "counts-padding",
+        _op,
+        _changed(_op, _padded, None),
+        "vocabulary-129",
+        "vocabulary-3",
+        *(["phantom-columns"] if _op == "linear_logp" else []),
+    )
 
 
 def _first_rows(args: Any) -> Any:
@@ -334,7 +391,14 @@ def _own_divisor(args: Any, residual: Any, upstream: Upstream) -> Gradients:
     return real.backward(args, real.forward(args)[1], upstream)
 
 
-_add("counts-by-itself", "flce", Kernel(_real("flce").forward, _own_divisor), "num-items", "fp32-sum", "gradient-accumulation")
+_add(
+    "counts-by-itself",
+    "flce",
+    Kernel(_real("flce").forward, _own_divisor),
+    "num-items",
+    "fp32-sum",
+    "gradient-accumulation",
+)
 
 # ------------------------------------------------------------------------------------------------ upstream, backward
 
@@ -429,8 +493,10 @@ def _mutating(op: str, what: str) -> Kernel:
 
 
 def _unasked(args: Any, found: Gradients) -> Gradients:
-    return tuple(g if g is not None or p is None else torch.zeros_like(p)
-                 for g, p in zip(found, (args.input, args.weight, args.bias), strict=True))
+    return tuple(
+        g if g is not None or p is None else torch.zeros_like(p)
+        for g, p in zip(found, (args.input, args.weight, args.bias), strict=True)
+    )
 
 
 def _all_needed(args: Any) -> Any:
@@ -438,8 +504,16 @@ def _all_needed(args: Any) -> Any:
 
 
 for _op in ("flce", "jsd", "linear_logp"):
-    _add("takes-first-upstream", _op, _first_upstream(_op), "fp32" if _op != "linear_logp" else "ignored", "zero-upstream",
-         "compiled", "second-order", *(["fixture-gradients"] if _op == "flce" else []))
+    _add(
+        "takes-first-upstream",
+        _op,
+        _first_upstream(_op),
+        "fp32" if _op != "linear_logp" else "ignored",
+        "zero-upstream",
+        "compiled",
+        "second-order",
+        *(["fixture-gradients"] if _op == "flce" else []),
+    )
     _add("reuses-memory", _op, _one_buffer(_op), "repeated-backward")
     _add("writes-input", _op, _mutating(_op, "input"), *(("fp32",) if _op != "linear_logp" else ("ignored",)))
     _add("writes-weight", _op, _mutating(_op, "weight"), "fp32", "layout-offset", "opcheck")
@@ -451,17 +525,24 @@ _add("writes-teacher", "jsd", _mutating("jsd", "teacher"), "fp32")
 _add("writes-upstream", "linear_logp", _mutating("linear_logp", "upstream"), "fp32")
 _add("returns-unasked-gradients", "flce", _results("flce", _unasked), "contract")
 _add(
-    "computes-unasked-gradients", "flce",
-    Kernel(lambda args: _real("flce").forward(_all_needed(args) if any(args.needs) else args),
-           lambda args, residual, upstream: tuple(
-               g if need else None
-               for g, need in zip(_real("flce").backward(_all_needed(args), residual, upstream), args.needs, strict=True)
-           )),
+    "computes-unasked-gradients",
+    "flce",
+    Kernel(
+        lambda args: _real("flce").forward(_all_needed(args) if any(args.needs) else args),
+        lambda args, residual, upstream: tuple(
+            g if need else None
+            for g, need in zip(_real("flce").backward(_all_needed(args), residual, upstream), args.needs, strict=True)
+        ),
+    ),
     "no-waste",
 )
 _add(
-    "forgets-bias-gradient", "flce",
-    _results("flce", lambda args, found: (*found[:2], None)), "requested-gradients", "contract", "bias-fp32",
+    "forgets-bias-gradient",
+    "flce",
+    _results("flce", lambda args, found: (*found[:2], None)),
+    "requested-gradients",
+    "contract",
+    "bias-fp32",
 )
 
 
@@ -478,15 +559,21 @@ def _eager_back(args: Any, residual: Any, upstream: Upstream) -> Gradients:
 
 _add("pays-for-gradients-in-eval", "flce", Kernel(_eager_gradients, _eager_back), "no-gradients")
 _add(
-    "keeps-in-eval", "linear_logp",
-    Kernel(lambda args: (_real("linear_logp").forward(args)[0], args.weight.clone()),
-           lambda args, residual, upstream: _real("linear_logp").backward(
-               args, _real("linear_logp").forward(args)[1], upstream)),
+    "keeps-in-eval",
+    "linear_logp",
+    Kernel(
+        lambda args: (_real("linear_logp").forward(args)[0], args.weight.clone()),
+        lambda args, residual, upstream: _real("linear_logp").backward(
+            args, _real("linear_logp").forward(args)[1], upstream
+        ),
+    ),
     "contract",
 )
 _add(
-    "returns-fp32-gradients", "flce",
-    _results("flce", lambda args, found: tuple(None if g is None else g.float() for g in found)), "contract",
+    "returns-fp32-gradients",
+    "flce",
+    _results("flce", lambda args, found: tuple(None if g is None else g.float() for g in found)),
+    "contract",
 )
 
 
@@ -515,17 +602,24 @@ def _unwritten(args: Any) -> Any:
 
 _add("leaves-ignored-losses-unwritten", "flce", Kernel(_unwritten, _real("flce").backward), "poisoned-memory")
 _add(
-    "reads-fresh-memory", "flce",
-    _results("flce", lambda args, found: tuple(None if g is None else torch.empty_like(g).mul_(0.0).add_(g) for g in found)),
+    "reads-fresh-memory",
+    "flce",
+    _results(
+        "flce", lambda args, found: tuple(None if g is None else torch.empty_like(g).mul_(0.0).add_(g) for g in found)
+    ),
     "poisoned-memory",
 )
 _noise = itertools.count()
 for _op in ("flce", "jsd", "linear_logp"):
     _add(
-        "differs-from-run-to-run", _op,
-        _results(_op, lambda args, found: tuple(
-            None if g is None else g * (1 + (next(_noise) % 7) * torch.finfo(g.dtype).eps) for g in found
-        )),
+        "differs-from-run-to-run",
+        _op,
+        _results(
+            _op,
+            lambda args, found: tuple(
+                None if g is None else g * (1 + (next(_noise) % 7) * torch.finfo(g.dtype).eps) for g in found
+            ),
+        ),
         "deterministic",
     )
 

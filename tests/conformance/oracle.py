@@ -2,8 +2,8 @@
 
 The oracle is ``op.reference`` in float64, fed the same rounded inputs. The peer is ``op.reference`` in the inputs'
 dtype: fp32 logits of the 16-bit operands, and the logits' gradient rounded to the operands' dtype before its two
-matrix products, as any matrix unit takes it, and before the bias's sum. A result passes when each of its errors is at most twice the peer's plus a
-floor.
+matrix products, as any matrix unit takes it, and before the bias's sum. A result passes when each of its errors is at
+most twice the peer's plus a floor.
 
 Two errors are measured, over groups of rows: the Euclidean norm of the difference over the whole group, and the largest
 Euclidean norm of a row's. ``grad_weight`` and ``grad_bias`` fall into two groups, classes among the targets and the
@@ -16,10 +16,10 @@ The floors, for what one peer's errors do not show, since they can be small by l
   row of a gradient, the upstream gradients that enter it times the largest factor each is multiplied with.
 - the expected error of the peer itself: half an ulp of every logit gradient (the operand of a matrix product must be
   rounded to its dtype) or, if that is larger, of the probability in it (which a kernel may keep from the forward in the
-  operands' dtype; an entropy or label smoothing subtracts from it; not at the target, and not in jsd), carried through the product as independent errors, and half an ulp of the result, twice for a
-  reduced loss, whose gradients a kernel may form with the loss and scale once the upstream is there. It is taken
-  instead of the peer's measured error where that is smaller by luck, not in addition: it is less than twice what the
-  peer's error is on average.
+  operands' dtype; an entropy or label smoothing subtracts from it; not at the target, and not in jsd), carried through
+  the product as independent errors, and half an ulp of the result, twice for a reduced loss, whose gradients a kernel
+  may form with the loss and scale once the upstream is there. It is taken instead of the peer's measured error where
+  that is smaller by luck, not in addition.
 - ``ulp`` (see ``headmux.testing.runner``), for Triton's interpreter alone.
 """
 
@@ -139,7 +139,10 @@ def oracle(
 
     with _LogitGradients(see) as mode:
         result = evaluate(
-            problem.op.reference, plain, _converted(problem, wanted, torch.float64), roles=wanted,
+            problem.op.reference,
+            plain,
+            _converted(problem, wanted, torch.float64),
+            roles=wanted,
             upstream={n: t.double() for n, t in given.items()},
         )
     result.logit_gradient = seen[-1] if seen else None
@@ -154,7 +157,10 @@ def peer(
     wanted = problem.roles if roles is None else roles
     with _LogitGradients(lambda g: g.to(problem.compute).to(g.dtype)):
         return evaluate(
-            problem.op.reference, _without_context(problem), _converted(problem, wanted, None), roles=wanted,
+            problem.op.reference,
+            _without_context(problem),
+            _converted(problem, wanted, None),
+            roles=wanted,
             upstream=upstream,
         )
 
@@ -190,7 +196,10 @@ class _LogitGradients(TorchFunctionMode):
 
 def _without_context(problem: Problem) -> Problem:
     return Problem(
-        replace(problem.case, autocast=None, budget_mb=None), problem.tensors, problem.options, problem.upstream,
+        replace(problem.case, autocast=None, budget_mb=None),
+        problem.tensors,
+        problem.options,
+        problem.upstream,
         problem.roles,
     )
 
@@ -203,8 +212,10 @@ def _converted(problem: Problem, roles: tuple[str, ...], dtype: torch.dtype | No
             found[name] = value
             continue
         made = value.detach()
-        if problem.case.autocast is not None and name.endswith(("input", "weight")) and name not in (
-            "ce_weight", "token_weight"
+        if (
+            problem.case.autocast is not None
+            and name.endswith(("input", "weight"))
+            and name not in ("ce_weight", "token_weight")
         ):
             made = made.to(problem.case.autocast)
         made = made.to(value.dtype if dtype is None else dtype)
@@ -405,7 +416,9 @@ def _errors(
         return []
     same = torch.isnan(got) == torch.isnan(want)
     if not bool(same.all()):
-        raise AssertionError(f"{name}: {int((~same).sum())} of {same.numel()} elements are NaN, or should be and are not")
+        raise AssertionError(
+            f"{name}: {int((~same).sum())} of {same.numel()} elements are NaN, or should be and are not"
+        )
     got, want, other, expected = (torch.nan_to_num(t, nan=0.0) for t in (got, want, other, expected))
     off, rival_off, size = (t.norm(dim=1) for t in (got - want, other - want, want))
     extra = torch.finfo(value.dtype).eps if ulp and value.dtype == torch.bfloat16 else 0.0

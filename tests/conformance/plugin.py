@@ -24,7 +24,7 @@ from headmux.testing.runner import Record
 
 BACKENDS, REQUIRED, JSON = "headmux_backends", "headmux_require", "headmux_json"
 _PROPERTY = "headmux record"
-OUTCOMES = ("matched", "refused", "known failure", "unavailable", "failed")
+OUTCOMES = ("matched", "refused", "known failure", "unavailable", "not on this device", "failed")
 
 _records = pytest.StashKey[list[dict[str, Any]]]()
 

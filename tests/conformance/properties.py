@@ -22,7 +22,10 @@ from headmux.testing.runner import Check, Context, Refused
 
 EXAMPLES = 40
 _settings = settings(
-    max_examples=EXAMPLES, derandomize=True, database=None, deadline=None,
+    max_examples=EXAMPLES,
+    derandomize=True,
+    database=None,
+    deadline=None,
     suppress_health_check=list(HealthCheck),
 )
 
@@ -57,10 +60,21 @@ _OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     },
 }
 _DEFAULTS = {
-    "softcap": None, "logit_scale": 1.0, "label_smoothing": 0.0, "lse_square_scale": 0.0, "ce_weight": None,
-    "token_weight": None, "use_token_scaling": False, "return_z_loss": False, "student_softcap": None,
-    "teacher_softcap": None, "student_logit_scale": 1.0, "teacher_logit_scale": 1.0, "return_entropy": False,
-    "return_lse": False, "temperature": 1.0,
+    "softcap": None,
+    "logit_scale": 1.0,
+    "label_smoothing": 0.0,
+    "lse_square_scale": 0.0,
+    "ce_weight": None,
+    "token_weight": None,
+    "use_token_scaling": False,
+    "return_z_loss": False,
+    "student_softcap": None,
+    "teacher_softcap": None,
+    "student_logit_scale": 1.0,
+    "teacher_logit_scale": 1.0,
+    "return_entropy": False,
+    "return_lse": False,
+    "temperature": 1.0,
 }
 
 

@@ -4,12 +4,13 @@ Outcomes:
 
 - ``matched``: every error within its budget and every property held.
 - ``refused``: ``Backend.reject`` gave reasons, and the call raised ``UnsupportedCallError`` with exactly those.
-- ``known failure``: it failed, and the backend lists its id in ``known_failures``. If it does not fail, that is a failure.
+- ``known failure``: it failed, and the backend lists its id in ``known_failures``. If it does not fail, that is a
+  failure.
 - ``failed``: anything else.
 - ``unavailable``: nothing of the backend can be used here; said once for the backend, in place of its checks.
 
-Rule for Triton's interpreter: under ``TRITON_INTERPRET=1`` a conversion from fp32 to bf16 rounds toward zero, which no
-kernel can help, so for the backend ``triton`` and there alone bf16 results may be off by one ulp (2^-7) more.
+Rule for Triton's interpreter: under ``TRITON_INTERPRET=1`` its own conversion from fp32 to bf16 rounds toward zero, not
+to nearest as on a GPU, so for the backend ``triton`` and there alone bf16 results may be off by one ulp (2^-7) more.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 
 from headmux import registry
 from headmux.contract import Backend
-from headmux.testing import gpu  # adds checks for CUDA to PROBES
+from headmux.testing import gpu as gpu  # adds checks for CUDA to PROBES
 from headmux.testing.mutants import MUTANTS, Mutant, missed
 from headmux.testing.plugin import BACKENDS, REQUIRED, keep
 from headmux.testing.probes import PROBES
@@ -31,8 +31,6 @@ from headmux.testing.runner import (
 )
 
 __all__ = ["pytest_generate_tests", "test_backend", "test_check", "test_mutant"]
-
-assert gpu.__name__  # noqa: S101
 
 CHECKS: tuple[Check, ...] = (*value_checks(), *PROBES, *PROPERTIES)
 """Everything that a backend is tested for, in order."""
@@ -60,7 +58,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for device in usable_devices(backend)[0]:
                 rows += [(backend, device, c) for c in CHECKS if applicable(c, backend, device)]
         metafunc.parametrize(
-            ("headmux_backend", "headmux_device", "headmux_check"), rows,
+            ("headmux_backend", "headmux_device", "headmux_check"),
+            rows,
             ids=[f"{b.name}-{device}-{c.id}" for b, device, c in rows],
         )
     elif "headmux_backend" in metafunc.fixturenames:
