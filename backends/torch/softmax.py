@@ -31,7 +31,8 @@ class TorchSoftmax(Softmax):
         self._plain = head.softcap is None and wanted.smoothed is None
         self.held_dtype = head.wide if self._as_logits else head.dtype
         self._gain = _FP16_GAIN if self.held_dtype == torch.float16 else 1.0
-        self.copies = 2 if self._plain and not wanted.entropy else 5
+        # on a GPU a sum over the block's rows takes two more of it
+        self.copies = 3 if self._plain and not wanted.entropy else 5
 
     def statistics(self) -> Statistics:
         """Statistics of every token: blocks are dropped once looked at, so the logits are never held."""
