@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,8 @@ from headmux.backends.common.budget import MIB, budget_for
 _BLOCK_BYTES = {"cpu": 2 * MIB, "cuda": 40 * MIB}
 _BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
 _LEAST_ROWS = 64
+# kept for each token of each block: two or three statistics, the logit at the label and its place
+_STATISTICS_BYTES = 24
 _CHUNK_UNIT = 64
 
 
@@ -72,6 +75,8 @@ def plan(
     block = min(_BLOCK_BYTES.get(device_type, _BLOCK_BYTES["cuda"]), max(1, budget // (2 * copies)))
     most = max(1, min(tokens, _BLOCK_TOKENS.get(device_type, _BLOCK_TOKENS["cuda"])))
     most = max(1, min(most, block // (_LEAST_ROWS * wide_bytes)))
+    # fewer tokens make blocks of more rows: the statistics of all blocks stay under a quarter of the budget
+    most = max(1, min(most, math.isqrt(budget * block // (4 * wide_bytes * _STATISTICS_BYTES * vocabulary))))
     left = max(0, budget - copies * block)
     chunk = _rounded(min(tokens, max(1, left // (vocabulary * held_bytes))), _CHUNK_UNIT)
     if tokens > chunk:  # as few chunks, as even as can be
