@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import datetime
 import json
+import os
 import platform
 import sys
 from pathlib import Path
@@ -71,8 +72,27 @@ def header() -> dict[str, Any]:
         "platform": platform.platform(),
         "devices": devices,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": command(sys.argv),
     }
+
+
+def command(words: list[str]) -> str:
+    """A command as anyone would give it: without the folders of this machine."""
+    program = "python -m headmux.testing" if Path(words[0]).name == "__main__.py" else Path(words[0]).name
+    return " ".join([program, *(Path(w).name if os.path.isabs(w) else w for w in words[1:])])
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    """Write a report, a line for each record, its errors and budgets to three digits."""
+
+    def short(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: short(v) for k, v in value.items()}
+        return float(f"{value:.3g}") if isinstance(value, float) else value
+
+    lines = ",\n".join(json.dumps(short(r)) for r in report["records"])
+    head = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in report.items() if k != "records")
+    path.write_text(f'{{{head},\n"records": [\n{lines}\n]}}\n')
 
 
 def counts(records: list[dict[str, Any]]) -> dict[str, dict[str, int]]:
@@ -89,7 +109,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     path = config.getoption(JSON, None)
     if path is not None:
         report = {"header": header(), "counts": counts(records), "records": records}
-        Path(path).write_text(json.dumps(report, indent=1, allow_nan=True) + "\n")
+        write(Path(path), report)
     if not records:
         return
     terminalreporter.section("headmux conformance")
