@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import numbers
 import os
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor
+
+_LARGEST = 3.4028234e38  # of fp32: a larger factor makes every logit infinite
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -23,9 +26,11 @@ def number(
         ValueError: Not finite or out of bounds.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            raise TypeError(f"{name} must be a number, got {value!r} of type {type(value).__name__}")
+        value = float(value)  # a NumPy scalar
     # comparisons alone, which torch.compile can trace for a number that it takes as dynamic; NaN fails the first
-    if not (low <= value <= high) or abs(value) == math.inf or (open_low and value == low):
+    if not (low <= value <= high) or abs(value) > _LARGEST or (open_low and value == low):
         raise ValueError(f"{name}={value} must be finite and {_bounds(low, high, open_low)}")
     return float(value)
 
@@ -62,7 +67,11 @@ def flag(name: str, value: object) -> bool:
 def integer(name: str, value: object) -> int:
     """An int that is not a bool; TypeError for anything else."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")
+        value = int(value)  # a NumPy scalar
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{name}={value} does not fit in 64 bits")
     return value
 
 
@@ -82,6 +91,9 @@ def tensor(name: str, value: object, like: Tensor | None = None) -> Tensor:
     if not isinstance(value, Tensor):
         hint = f"; pass {name}.weight" if isinstance(value, torch.nn.Module) else ""
         raise TypeError(f"{name} must be a tensor, got {type(value).__name__}{hint}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise TypeError(f"{name} is a {kind} tensor: pass a dense one")
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(value, distributed.DTensor):
         raise TypeError(

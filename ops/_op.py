@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
@@ -15,10 +14,13 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from headmux import select
+from headmux import registry, select
 from headmux.contract import Call, Pairs, Selection
 from headmux.devices import capability
 from headmux.ops import _autograd
+
+MASKED = -1e30
+"""Stands for a bias of -inf, which masks a class, so that differences of masked logits are 0 and not NaN."""
 
 
 @dataclass(frozen=True)
@@ -213,9 +215,14 @@ class Op:
         """
         with select.use_backend(names):
             pass
-        bound = copy.copy(self)
+        bound = object.__new__(type(self))
+        bound.__dict__.update(self.__dict__)
         bound._impl = names
         return bound
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are the op of that name, with the backends that ``with_impl`` fixed."""
+        return _restored, (self.name, self._impl)
 
     def __repr__(self) -> str:
         return f"<headmux op {self.name}" + (f" impl={self._impl}>" if self._impl else ">")
@@ -243,7 +250,7 @@ def logits(
     wide = stats_dtype(compute_dtype)
     z = input.to(compute_dtype).to(wide) @ weight.to(compute_dtype).to(wide).T
     if bias is not None:
-        z = z + bias.to(wide)
+        z = z + bias.to(wide).clamp(min=MASKED)
     z = z * logit_scale
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
@@ -258,3 +265,8 @@ def counted(input: Tensor, valid: Tensor | None) -> Tensor:
 def flattened(states: Tensor) -> Tensor:
     """[N, H] from [..., H]. Untouched if it is that already: a compiled backward can then name it in its errors."""
     return states if states.dim() == 2 else states.reshape(-1, states.shape[-1])
+
+
+def _restored(name: str, impl: str | None) -> Op:
+    op = registry.get_op(name)
+    return op if impl is None else op.with_impl(impl)

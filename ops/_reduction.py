@@ -23,6 +23,8 @@ def check(reduction: object, num_items: object) -> None:
     if reduction != "mean":
         raise ValueError(f"num_items replaces the divisor of a mean, but reduction={reduction!r}")
     if isinstance(num_items, Tensor):
+        if num_items.dtype == torch.bool or num_items.is_complex():
+            raise TypeError(f"num_items has dtype {num_items.dtype}, needs an integer or a float")
         if num_items.numel() != 1:
             raise ValueError(f"num_items has shape {tuple(num_items.shape)}, needs a number or a 0-dim tensor")
         _checks.no_gradient("num_items", num_items)
@@ -42,7 +44,8 @@ def row_scale(
     """What each token's loss is multiplied with before the sum over tokens; None for ``reduction="none"``.
 
     A mean divides by ``num_items`` or else by the sum of ``label_weight`` over the tokens that count (their number if
-    None). With no such token, or ``num_items`` of 0, every factor is 0. Tokens that do not count have factor 0.
+    None). With no such token, or ``num_items`` of 0, every factor is 0; a negative or NaN tensor makes
+    them NaN. Tokens that do not count have factor 0.
 
     Args:
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
@@ -67,7 +70,7 @@ def row_scale(
         count = divisor = (num_items if here else num_items.to(valid.device)).detach().reshape(()).to(dtype)
     else:
         count = divisor = torch.full((), num_items, dtype=dtype, device=valid.device)
-    return torch.where(valid, scale * torch.where(count > 0, 1 / divisor, 0.0), 0.0)
+    return torch.where(valid, scale * torch.where(count == 0, 0.0, torch.where(count > 0, 1 / divisor, torch.nan)), 0.0)
 
 
 def reduce(rows: Tensor, scale: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from headmux.contract import Pairs
 from headmux.ops import _checks, _reduction
@@ -245,7 +246,7 @@ class FLCE(Op):
 
         valid = labels != ignore_index
         # a gradient of token_weight needs the losses per token: then the sum over tokens is left to autograd
-        outside = token_weight is not None and token_weight.requires_grad and torch.is_grad_enabled()
+        outside = token_weight is not None and _differentiated(token_weight)
         label_weight = None if ce_weight is None else ce_weight[labels.clamp(0, weight.shape[0] - 1)]
         scale = _reduction.row_scale(
             reduction,
@@ -330,6 +331,13 @@ class FLCE(Op):
             z_loss if args.return_z_loss else None,
             torch.where(valid, z.argmax(1), -1) if args.return_predicted else None,
         )
+
+
+def _differentiated(weight: Tensor) -> bool:
+    if torch.compiler.is_compiling():
+        return weight.requires_grad and torch.is_grad_enabled()
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transformed or (weight.requires_grad and torch.is_grad_enabled())
 
 
 def _per_token(

@@ -69,6 +69,6 @@ def budget_for(device_type: str) -> int:
 
 
 def _bytes(mb: float, name: str) -> int:
-    if not math.isfinite(mb) or mb <= 0:
+    if not math.isfinite(mb * MIB) or mb <= 0:
         raise ValueError(f"{name}={mb} must be a number of MiB above 0")
     return max(1, int(mb * MIB))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import socket
 import subprocess
 import sys
@@ -144,3 +146,41 @@ def test_two_ranks(tmp_path: Path) -> None:
     p = w.clone().requires_grad_()
     flce(x, p, t, reduction="sum").backward()
     assert_close(grads[0], p.grad / 2)  # DDP averages over ranks
+
+
+def test_ops_copy_and_pickle() -> None:
+    for op in (flce, flce.with_impl("torch")):
+        for twin in (copy.deepcopy(op), pickle.loads(pickle.dumps(op))):
+            assert repr(twin) == repr(op)
+    assert repr(flce) == "<headmux op flce>"
+
+
+def test_forward_derivative_of_token_weights() -> None:
+    x, w, t = _draw()
+    weight, move = torch.rand(8, dtype=torch.float64), torch.ones(8, dtype=torch.float64)
+    _, found = torch.func.jvp(lambda a: flce(x, w, t, token_weight=a), (weight,), (move,))
+    assert_close(found, flce(x, w, t))
+
+
+def test_bad_num_items_are_not_hidden() -> None:
+    x, w, t = _draw()
+    for value in (float("nan"), -3.0):
+        assert flce(x, w, t, num_items=torch.tensor(value)).isnan()
+        with pytest.raises(ValueError, match="num_items"):
+            flce(x, w, t, num_items=value)
+    with pytest.raises(TypeError, match=r"num_items has dtype torch\.bool"):
+        flce(x, w, t, num_items=torch.tensor(True))
+
+
+def test_masked_classes_have_no_gradient_of_any_order() -> None:
+    x, w, t = _draw()
+    bias = torch.zeros(17, dtype=torch.float64)
+    bias[-1] = -torch.inf
+    t = torch.where(t == 16, 0, t)
+    for op, given in ((flce, (t, bias)), (linear_logp, (t.clamp(min=0), bias))):
+        p = x.clone().requires_grad_()
+        (g,) = torch.autograd.grad(op(p, w, *given).sum(), p, create_graph=True)
+        q = x.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(op(q, w[:-1], *given[:1]).sum(), q, create_graph=True)
+        assert_close(g, wanted)
+        assert_close(torch.autograd.grad(g.square().sum(), p), torch.autograd.grad(wanted.square().sum(), q))
