@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from headmux.backends.common import budget
+from headmux.backends.common.gemm import wide_dtype
 from headmux.contract import Kernel, Upstream
 from headmux.ops import _reduction
 
@@ -119,7 +120,7 @@ def _backward(op: Op, args: Any, box: _Box, upstream: Sequence[Tensor | None]) -
 
 def _upstream(op: Op, args: Any, given: Sequence[Tensor | None]) -> Upstream:
     scale, valid = _row_scale(args), op.valid(args)
-    wide = torch.float64 if args.compute_dtype == torch.float64 else torch.float32
+    wide = wide_dtype(args.compute_dtype)
     left = iter(given)
     rows: list[Tensor | None] = []
     scalar = None
@@ -143,7 +144,7 @@ def _given(values: Tensors) -> list[Tensor]:
 def _empty_output(op: Op, args: Any, index: int, *, reduced: bool) -> Tensor:
     first: Tensor = getattr(args, op.tensor_fields[0])
     out = op.outputs[index]
-    wide = torch.float64 if args.compute_dtype == torch.float64 else torch.float32
+    wide = wide_dtype(args.compute_dtype)
     shape = () if reduced and out.reduced and _row_scale(args) is not None else (first.shape[0],)
     return first.new_empty(shape, dtype=torch.int64 if out.integer else wide)
 

@@ -15,12 +15,11 @@ import torch
 from torch import Tensor
 
 from headmux import registry, select
+from headmux.backends.common.gemm import wide_dtype
+from headmux.backends.common.head import MASKED
 from headmux.contract import Call, Pairs, Selection
 from headmux.devices import capability
 from headmux.ops import _autograd
-
-MASKED = -1e30
-"""Stands for a bias of -inf, which masks a class, so that differences of masked logits are 0 and not NaN."""
 
 
 @dataclass(frozen=True)
@@ -228,11 +227,6 @@ class Op:
         return f"<headmux op {self.name}" + (f" impl={self._impl}>" if self._impl else ">")
 
 
-def stats_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of losses and statistics for inputs of a dtype: fp32, or fp64 for fp64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def logits(
     input: Tensor,
     weight: Tensor,
@@ -247,7 +241,7 @@ def logits(
 
     ``z = input @ weight.T + bias``, ``z *= logit_scale``, ``z = softcap * tanh(z / softcap)``, ``z /= temperature``.
     """
-    wide = stats_dtype(compute_dtype)
+    wide = wide_dtype(compute_dtype)
     z = input.to(compute_dtype).to(wide) @ weight.to(compute_dtype).to(wide).T
     if bias is not None:
         z = z + bias.to(wide).clamp(min=MASKED)
@@ -255,11 +249,6 @@ def logits(
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
     return z / (temperature.to(wide)[:, None] if isinstance(temperature, Tensor) else temperature)
-
-
-def counted(input: Tensor, valid: Tensor | None) -> Tensor:
-    """Hidden states with 0 where a token does not count, so that nothing of it can reach a gradient."""
-    return input if valid is None else torch.where(valid[:, None], input, 0)
 
 
 def flattened(states: Tensor) -> Tensor:

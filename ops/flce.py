@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from headmux.backends.common.gemm import wide_dtype
+from headmux.backends.common.labels import counted
 from headmux.contract import Pairs
 from headmux.ops import _checks, _reduction
-from headmux.ops._op import Op, Output, Request, counted, flattened, logits, stats_dtype
+from headmux.ops._op import Op, Output, Request, flattened, logits
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ class FLCE(Op):
         weight = _checks.vocabulary("weight", weight, "input", input)
         compute = _checks.compute_dtype("input", input, "weight", weight)
         labels = _checks.target(target, input)
-        wide = stats_dtype(compute)
+        wide = wide_dtype(compute)
         if bias is not None:
             _checks.vector("bias", bias, "weight", weight, compute)
         if ce_weight is not None:

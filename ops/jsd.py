@@ -25,9 +25,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from headmux.backends.common.gemm import wide_dtype
+from headmux.backends.common.labels import counted
 from headmux.contract import Pairs
 from headmux.ops import _checks, _reduction
-from headmux.ops._op import Op, Output, Request, counted, flattened, logits, stats_dtype
+from headmux.ops._op import Op, Output, Request, flattened, logits
 
 
 @dataclass(frozen=True)
@@ -197,7 +199,7 @@ class JSD(Op):
             teacher_weight=teacher_weight.detach(),
             teacher_bias=teacher_bias,
             target=labels,
-            row_scale=_reduction.row_scale(reduction, valid, stats_dtype(compute), num_items=num_items),
+            row_scale=_reduction.row_scale(reduction, valid, wide_dtype(compute), num_items=num_items),
             compute_dtype=compute,
             teacher_compute_dtype=teacher_compute,
             beta=_checks.number("beta", beta, low=0.0, high=1.0),

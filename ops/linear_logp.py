@@ -22,9 +22,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, overload
 import torch
 from torch import Tensor
 
+from headmux.backends.common.gemm import wide_dtype
+from headmux.backends.common.labels import counted
 from headmux.contract import Pairs
 from headmux.ops import _checks
-from headmux.ops._op import Op, Output, Request, counted, flattened, logits, stats_dtype
+from headmux.ops._op import Op, Output, Request, flattened, logits
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,7 @@ class LinearLogp(Op):
             _checks.vector("bias", bias, "weight", weight, compute)
         per_token = None
         if isinstance(temperature, Tensor):
-            per_token = _token_temperature(temperature, input, target.shape, stats_dtype(compute))
+            per_token = _token_temperature(temperature, input, target.shape, wide_dtype(compute))
         args = LinearLogpArgs(
             input=flattened(input),
             weight=weight,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.head import Head
-from headmux.backends.common.labels import Labels
+from headmux.backends.common.labels import Labels, counted
 from headmux.backends.common.softmax import Coefficients, Kept, MakeSoftmax, Softmax, Statistics, Wanted
 from headmux.contract import Kernel, Requirement, Upstream
 
@@ -54,9 +54,8 @@ def _backward(make: MakeSoftmax, args: FLCEArgs, residual: Any, upstream: Upstre
 
 def _softmax(make: MakeSoftmax, args: FLCEArgs) -> tuple[Labels, Softmax]:
     labels = Labels.of(args.target, args.ignore_index, args.weight.shape[0])
-    assert labels.valid is not None
     head = Head(
-        input=torch.where(labels.valid[:, None], args.input, 0),
+        input=counted(args.input, labels.valid),
         weight=args.weight,
         bias=args.bias,
         dtype=args.compute_dtype,

@@ -15,7 +15,8 @@ from headmux.backends.common.gemm import accumulate, is_native, operand, product
 from headmux.backends.common.plan import Plan
 from headmux.backends.common.storage import rows_of
 
-_MASKED = -1e30
+MASKED = -1e30
+"""Stands for a bias of -inf, which masks a class, so that differences of masked logits are 0 and not NaN."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +68,7 @@ class Head:
         z = rows_of(out, count, right.shape[1])
         product(operand(weight, self.dtype), right, out=z)
         if self.bias is not None:
-            # -inf masks a class; a finite stand-in keeps differences of masked classes from becoming NaN
-            z += self.bias[rows, None].to(self.wide).clamp(min=_MASKED)
+            z += self.bias[rows, None].to(self.wide).clamp(min=MASKED)
         if self.softcap is not None:
             z.mul_(self.scale / self.softcap).tanh_().mul_(self.softcap)
         elif self.scale != 1.0:

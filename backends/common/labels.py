@@ -44,3 +44,8 @@ class Labels:
     def poisoned(self, rows: Tensor) -> Tensor:
         """Rows with NaN where a label is out of range."""
         return torch.where(self.bad, torch.nan, rows)
+
+
+def counted(states: Tensor, valid: Tensor | None) -> Tensor:
+    """Hidden states [N, H] with 0 where a token does not count, so that nothing of it can reach a gradient."""
+    return states if valid is None else torch.where(valid[:, None], states, 0)

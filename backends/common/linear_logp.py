@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.head import Head
-from headmux.backends.common.labels import Labels
+from headmux.backends.common.labels import Labels, counted
 from headmux.backends.common.softmax import Coefficients, Kept, MakeSoftmax, Softmax, Statistics, Wanted
 from headmux.contract import Kernel, Requirement, Upstream
 
@@ -60,7 +60,7 @@ def _softmax(make: MakeSoftmax, args: LinearLogpArgs, *, entropy: bool) -> tuple
     if args.token_temperature is not None:
         temperature = labels.masked(args.token_temperature, 1.0)
     head = Head(
-        input=args.input if labels.valid is None else torch.where(labels.valid[:, None], args.input, 0),
+        input=counted(args.input, labels.valid),
         weight=args.weight,
         bias=args.bias,
         dtype=args.compute_dtype,

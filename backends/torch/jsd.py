@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.head import Gradients, Head
+from headmux.backends.common.labels import counted
 from headmux.backends.common.plan import Plan, pieces, plan
 from headmux.backends.common.residual import scaled
 from headmux.backends.common.storage import padded, rows_of
@@ -60,11 +61,11 @@ class _Divergence:
         self.args = args
         self.valid = None if args.target is None else args.target != args.ignore_index
         self.student = Head(
-            self._counted(args.student_input), args.student_weight, args.student_bias, args.compute_dtype,
+            counted(args.student_input, self.valid), args.student_weight, args.student_bias, args.compute_dtype,
             args.student_logit_scale, args.student_softcap, args.temperature,
         )
         self.teacher = Head(
-            self._counted(args.teacher_input), args.teacher_weight, args.teacher_bias, args.teacher_compute_dtype,
+            counted(args.teacher_input, self.valid), args.teacher_weight, args.teacher_bias, args.teacher_compute_dtype,
             args.teacher_logit_scale, args.teacher_softcap, args.temperature,
         )
         self.wide = torch.promote_types(self.student.wide, self.teacher.wide)
@@ -80,9 +81,6 @@ class _Divergence:
             widened=self.student.widened or self.teacher.widened,
             copies=5,
         )
-
-    def _counted(self, states: Tensor) -> Tensor:
-        return states if self.valid is None else torch.where(self.valid[:, None], states, 0)
 
     def run(self, upstream: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...] | None]:
         """Losses per token and, for an upstream gradient per token, the gradients."""
