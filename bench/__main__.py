@@ -14,7 +14,7 @@ from headmux.bench import compare, host, report
 from headmux.bench.providers import masked_environment, providers
 from headmux.bench.records import Results, header
 from headmux.bench.runner import Case, DeviceLost, run
-from headmux.bench.shapes import OPS, PRESETS, Shape, Variant
+from headmux.bench.shapes import OPS, PRESETS, Part, Shape, Variant
 
 _DTYPES = {
     "bfloat16": torch.bfloat16, "bf16": torch.bfloat16, "float16": torch.float16, "fp16": torch.float16,
@@ -47,7 +47,8 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=_measure, op=op)
         command.add_argument("--shape", action="append", default=[], metavar="N,H,V[,SOFTCAP]", nargs="+",
                              help="sizes; may be repeated")
-        command.add_argument("--preset", choices=tuple(PRESETS), help=f"a set of shapes ({presets}); default quick")
+        command.add_argument("--preset", choices=tuple(PRESETS),
+                             help=f"a set of measurements ({presets}); default quick")
         command.add_argument("--impl", help="comma list of headmux backends, or none; default all")
         command.add_argument("--peers", help="all, none, eager (none under torch.compile), or a comma list of names "
                                              "and groups; default as the preset says")
@@ -124,28 +125,31 @@ def _flat(lists: list[list[str]]) -> list[str]:
 
 
 def _measure(options: argparse.Namespace, words: list[str]) -> int:
-    shapes = [Shape.parse(text) for text in _flat(options.shape)]
+    parts = [Part(shapes, peers="all")] if (shapes := tuple(map(Shape.parse, _flat(options.shape)))) else []
+    named = options.preset is not None or not parts
     preset = PRESETS[options.preset or "quick"]
-    if options.preset or not shapes:
-        shapes = [*shapes, *preset.shapes[options.op]]
+    if named:
+        parts += preset.parts[options.op]
     device = _device(options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    named = options.preset is not None or not options.shape
     default = preset.dtype if named else ("bfloat16" if device.type == "cuda" else "float32")
     dtypes = _dtypes(options.dtype or default)
-    variants = [Variant.parse(text) for text in _flat(options.variant)] or [Variant()]
     seconds = options.seconds or (preset.seconds if named else 60.0)
     impl = options.impl or (preset.impl if named else None)
-    peers = options.peers or (preset.peers if named else "all")
-    providers(options.op, impl, peers)  # unknown names are errors before anything runs
-    cases = [Case(options.op, s, d, v) for d in dtypes for v in variants for s in shapes]
+    cases = [
+        Case(options.op, shape, dtype, Variant.parse(variant), options.peers or part.peers)
+        for dtype in dtypes for part in parts for variant in _flat(options.variant) or part.variants
+        for shape in part.shapes
+    ]
+    for case in cases:
+        providers(case.op, impl, case.peers)  # unknown names are errors before anything runs
     results = Results(header(device, words), options.json)
     clock = time.process_time if options.cpu_time else time.perf_counter
     results.header["clock"] = "events" if device.type == "cuda" else clock.__name__
     status = 0
     try:
-        run(cases, lambda op: providers(op, impl, peers), device, results, seconds=seconds,
+        run(cases, lambda case: providers(case.op, impl, case.peers), device, results, seconds=seconds,
             graphs=not options.no_graph, resident=options.rss, clock=clock,
             report=lambda text: print(text, file=sys.stderr, flush=True))
     except DeviceLost as error:

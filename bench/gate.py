@@ -51,7 +51,7 @@ def _full_precision() -> Iterator[None]:
 
 
 def reference(p: Problem) -> Reference:
-    """The truth for a problem, chunk by chunk of tokens."""
+    """The truth for all tokens of a problem, chunk by chunk; products of two 16-bit numbers are exact in fp32."""
     wide = torch.float32 if p.dtype in (torch.bfloat16, torch.float16) else torch.float64
     n, v = p.shape.n, p.shape.v
     elements = (2**27 if p.device.type == "cuda" else 2**23) // (4 if p.op == "jsd" else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import os
 import random
 import sys
@@ -22,6 +23,9 @@ MIB = 2**20
 WARM_UP_S = 0.5
 LEAST_ROUNDS = 30
 MOST_ROUNDS = 200
+LEAST_SAMPLES = 3
+SLOW = 2.0  # times the floor: what a step may take of each round
+MOST_STRIDE = 5
 FLOOR = "floor"
 _CUDA: Any = torch.cuda  # whose classes have no types
 
@@ -100,10 +104,11 @@ def rounds(
     clock: Callable[[], float] = time.perf_counter,
     tick: Callable[[float], object] = lambda share: None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time steps in rounds, each step once a round in random order, gradients None at entry.
+    """Time steps in rounds, in random order, gradients None at entry.
 
     A warm-up of whole rounds lasts half a second at least. Then rounds follow until there are 30 and two seconds have
-    gone, or until the time is up; three rounds are made in any case.
+    gone, or until the time is up and every step has three samples. A step of more than twice the floor's time takes
+    part in every second to fifth round only, in proportion: slow peers leave the time to those whose order is in doubt.
 
     Args:
         p: The problem whose gradients are cleared.
@@ -121,8 +126,7 @@ def rounds(
     order = random.Random(0)
     timer = _Round(p.device, clock)
 
-    def one() -> dict[str, float]:
-        names = list(steps)
+    def one(names: list[str]) -> dict[str, float]:
         order.shuffle(names)
         for name in names:
             p.clear()
@@ -140,23 +144,31 @@ def rounds(
     try:
         began = time.perf_counter()
         while True:
-            one()
+            last = one(list(steps))
             if time.perf_counter() - began >= min(WARM_UP_S, seconds):
                 break
+        strides = _strides(last)
         began = time.perf_counter()
+        gone = 0.0
         for done in range(1, MOST_ROUNDS + 1):
-            for name, ms in one().items():
+            short = [n for n in steps if len(times[n]) < LEAST_SAMPLES]
+            late = gone >= seconds
+            if (late or (done > LEAST_ROUNDS and gone >= 2.0)) and not short:
+                break
+            for name, ms in one(short if late else [n for n in steps if done % strides[n] == 0]).items():
                 times[name].append(ms)
             gone = time.perf_counter() - began
             tick(min(1.0, max(gone / seconds, min(done / LEAST_ROUNDS, gone / 2.0))))
-            if done >= 3 and gone >= seconds:
-                break
-            if done >= LEAST_ROUNDS and gone >= min(2.0, seconds):
-                break
     finally:
         gc.enable()
         p.clear()
     return {n: t for n, t in times.items() if n not in failed}, failed
+
+
+def _strides(last: dict[str, float]) -> dict[str, int]:
+    """In every how many-th round a step takes part, from the times of one round."""
+    share = SLOW * last.get(FLOOR, max(last.values(), default=0.0))
+    return {n: max(1, min(MOST_STRIDE, math.ceil(ms / share) if share > 0 else 1)) for n, ms in last.items()}
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -233,12 +245,17 @@ def _peak(changes: Iterable[int]) -> int:
 # ------------------------------------------------------------------------------------------------ host
 
 
-def syncs(p: Problem, work: Step) -> int | None:
-    """How often one step makes the host wait for the GPU; None elsewhere."""
-    if p.device.type != "cuda":
+def footprint(p: Problem, work: Step) -> tuple[int | None, int | None]:
+    """Peak bytes of one step (see peak_bytes), and how often it makes the host wait for the GPU; None elsewhere."""
+    waits: list[int | None] = []
+    return peak_bytes(p, lambda: waits.append(_syncs(p.device, work))), waits[0] if waits else None
+
+
+def _syncs(device: torch.device, work: Step) -> int | None:
+    if device.type != "cuda":
+        work()
         return None
-    p.clear()
-    torch.cuda.synchronize(p.device)
+    torch.cuda.synchronize(device)
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -247,7 +264,7 @@ def syncs(p: Problem, work: Step) -> int | None:
             work()
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    torch.cuda.synchronize(p.device)
+    torch.cuda.synchronize(device)
     return sum("synchroniz" in str(w.message) and "prototype" not in str(w.message) for w in caught)
 
 
@@ -261,9 +278,7 @@ def graph(p: Problem, work: Callable[[], Tensor]) -> tuple[bool | None, str | No
         side = _CUDA.Stream(p.device)
         side.wait_stream(torch.cuda.current_stream(p.device))
         with torch.cuda.stream(side):
-            for _ in range(2):
-                p.clear()
-                expected = work().clone()
+            expected = work().clone()
         torch.cuda.current_stream(p.device).wait_stream(side)
         torch.cuda.synchronize(p.device)
         p.clear()

@@ -53,18 +53,17 @@ def _torch_lce(p: Problem) -> Forward:
 # ------------------------------------------------------------------------------------------------ Liger-Kernel
 
 
-def _liger_flce(accum: torch.dtype | None, impl: str | None, *, logp: bool = False) -> Build:
+def _liger_flce(accum: torch.dtype | None, *, logp: bool = False) -> Build:
     def build(p: Problem) -> Forward:
         _cuda(p, "Liger-Kernel")
-        functional = import_module("liger_kernel.functional")
+        function = import_module("liger_kernel.ops").LigerFusedLinearCrossEntropyFunction
 
-        x, w, y, softcap, reduction = p.input, p.weight, p.target, p.shape.softcap, p.reduction
+        # bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap, z_loss, accum_dtype
+        options = (None, None, IGNORE, 0.0, 0.0, p.reduction, p.shape.softcap, False, accum)
+        x, w, y = p.input, p.weight, p.target
 
         def forward() -> Tensor:
-            found = functional.fused_linear_cross_entropy(
-                x, w, y, ignore_index=IGNORE, reduction=reduction, softcap=softcap, accum_dtype=accum, impl=impl
-            )
-            loss: Tensor = found[0] if isinstance(found, tuple) else found
+            loss: Tensor = function.apply(x, w, y, *options)[0]
             return -loss if logp else loss
 
         return forward
@@ -72,19 +71,23 @@ def _liger_flce(accum: torch.dtype | None, impl: str | None, *, logp: bool = Fal
     return build
 
 
-def _liger_sm90_flce(p: Problem) -> Forward:
+def _liger_functional(p: Problem) -> Forward:
     _cuda(p, "Liger-Kernel")
-    function = import_module("liger_kernel.ops.cutedsl.ops").LigerFusedLinearCrossEntropyFunction
+    function = import_module("liger_kernel.functional").fused_linear_cross_entropy
 
     x, w, y, softcap, reduction = p.input, p.weight, p.target, p.shape.softcap, p.reduction
+    return lambda: function(x, w, y, ignore_index=IGNORE, reduction=reduction, softcap=softcap)[0]
 
-    def forward() -> Tensor:
-        # bias, ce_weight, ignore_index, lse_square_scale, label_smoothing, reduction, softcap
-        found = function.apply(x, w, y, None, None, IGNORE, 0.0, 0.0, reduction, softcap)
-        loss: Tensor = found[0] if isinstance(found, tuple) else found
-        return loss
 
-    return forward
+def _liger_sm90_flce(p: Problem) -> Forward:
+    _cuda(p, "Liger-Kernel")
+    _no_softcap(p, "Liger-Kernel's SM90 class")
+    _no_rows(p, "Liger-Kernel's SM90 class")
+    module = import_module("liger_kernel.ops.cutedsl.ops.fused_linear_cross_entropy_sm90")
+    function = module.LigerFusedLinearCrossEntropySM90Function
+
+    x, w, y, reduction = p.input, p.weight, p.target, p.reduction
+    return lambda: function.apply(x, w, y, IGNORE, reduction)
 
 
 def _liger_jsd(accum: torch.dtype | None) -> Build:
@@ -98,16 +101,6 @@ def _liger_jsd(accum: torch.dtype | None) -> Build:
         return lambda: function.apply(*args)
 
     return build
-
-
-def _liger_cutedsl_jsd(p: Problem) -> Forward:
-    _cuda(p, "Liger-Kernel")
-    _no_softcap(p, "Liger-Kernel's fused_linear_jsd")
-    _no_rows(p, "Liger-Kernel's fused_linear_jsd")
-    functional = import_module("liger_kernel.functional")
-
-    args = (p.input, p.weight, p.teacher_input, p.teacher_weight, p.target, BETA, IGNORE, 1.0)
-    return lambda: functional.fused_linear_jsd(*args, impl="nvidia-cutedsl")
 
 
 def _liger_chunked_jsd(*, compiled: bool) -> Build:
@@ -185,10 +178,10 @@ _FILTERED = "filter_eps='high': gradients of improbable tokens are dropped by de
 SPECS: dict[str, list[tuple[Any, ...]]] = {
     "flce": [
         ("torch-lce", "torch-lce", "F.linear_cross_entropy, LinearCrossEntropyOptions()", _torch_lce),
-        ("liger", "liger", "functional.fused_linear_cross_entropy, its own choice of kernel", _liger_flce(None, None)),
-        ("liger-f32acc", "liger", "the same with accum_dtype=torch.float32", _liger_flce(_F32, None)),
-        ("liger-triton", "liger", "the same with impl='nvidia-triton'", _liger_flce(None, "nvidia-triton")),
-        ("liger-sm90", "liger", "LigerFusedLinearCrossEntropyFunction of ops.cutedsl", _liger_sm90_flce),
+        ("liger", "liger", "LigerFusedLinearCrossEntropyFunction, as its Loss module calls it", _liger_flce(None)),
+        ("liger-f32acc", "liger", "the same with accum_dtype=torch.float32", _liger_flce(_F32)),
+        ("liger-functional", "liger", "functional.fused_linear_cross_entropy, its choice of kernel", _liger_functional),
+        ("liger-sm90", "liger", "LigerFusedLinearCrossEntropySM90Function of ops.cutedsl", _liger_sm90_flce),
         ("cce", "cce", _FILTERED, _cce("high"), _FILTER),
         ("cce-nofilter", "cce", "filter_eps=None", _cce(None)),
         ("quack", "quack", "chunked_linear_cross_entropy, its choice of pipeline, tuned=False", _quack(None)),
@@ -197,7 +190,6 @@ SPECS: dict[str, list[tuple[Any, ...]]] = {
     "jsd": [
         ("liger", "liger", "LigerFusedLinearJSDFunction", _liger_jsd(None)),
         ("liger-f32acc", "liger", "the same with accum_dtype=torch.float32", _liger_jsd(_F32)),
-        ("liger-cutedsl", "liger", "functional.fused_linear_jsd, impl='nvidia-cutedsl'", _liger_cutedsl_jsd),
         ("liger-chunked", "liger", "chunked_loss.LigerFusedLinearJSDLoss, compiled=False",
          _liger_chunked_jsd(compiled=False)),
         ("liger-chunked-compile", "compile", "the same with compiled=True", _liger_chunked_jsd(compiled=True)),
@@ -205,8 +197,8 @@ SPECS: dict[str, list[tuple[Any, ...]]] = {
     "linear_logp": [
         ("liger-logp", "liger", "LigerFusedLinearScaledCrossEntropyFunction (its SM90 class on Hopper)", _liger_logp),
         ("liger-logp-portable", "liger", "its portable fallback", _liger_logp_fallback),
-        ("liger-flce-none", "liger", "functional.fused_linear_cross_entropy with reduction='none'",
-         _liger_flce(None, None, logp=True)),
+        ("liger-flce-none", "liger", "LigerFusedLinearCrossEntropyFunction, reduction='none'",
+         _liger_flce(None, logp=True)),
         ("cce", "cce", f"reduction='none', {_FILTERED}", _cce("high", logp=True), _FILTER),
         ("cce-nofilter", "cce", "reduction='none', filter_eps=None", _cce(None, logp=True)),
     ],

@@ -30,8 +30,9 @@ class Problem:
         dtype: dtype of hidden states and weights.
         device: Device of every tensor.
         variant: How it is called.
-        input: [N, H] hidden states (the student's), a leaf that requires a gradient.
-        weight: [V, H], likewise.
+        input: [N, H] hidden states (the student's), a leaf that requires a gradient unless the variant forms none, as a
+            model's states do under ``torch.no_grad``.
+        weight: [V, H], a leaf that requires a gradient, as a parameter does.
         target: [N] int64.
         upstream: Gradient that arrives, 0-dim or [N]; None for the loss's own backward.
         teacher_input: [N, H], for jsd.
@@ -78,7 +79,7 @@ class Problem:
                 self.teacher_weight = w + normal(v, h, std=0.002)
             else:
                 self.teacher_input, self.teacher_weight = normal(n, h), normal(v, h, std=0.02)
-        self.input, self.weight, self.target = x.requires_grad_(True), w.requires_grad_(True), labels
+        self.input, self.weight, self.target = x.requires_grad_(self.variant.gradients), w.requires_grad_(True), labels
         if self.variant.upstream == "rows" or (self.op == "linear_logp" and self.variant.upstream == "default"):
             self.upstream = normal(n, dtype=self.wide)
         elif self.variant.upstream == "scaled":

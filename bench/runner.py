@@ -28,12 +28,13 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Case:
-    """One op at one shape, dtype and variant."""
+    """One op at one shape, dtype and variant, beside some peers."""
 
     op: str
     shape: Shape
     dtype: torch.dtype
     variant: Variant
+    peers: str = "all"
 
     def __str__(self) -> str:
         return f"{self.op} {self.shape} {_name(self.dtype)} {self.variant}"
@@ -45,7 +46,7 @@ def _name(dtype: torch.dtype) -> str:
 
 def run(
     cases: list[Case],
-    providers_of: Callable[[str], list[Provider]],
+    providers_of: Callable[[Case], list[Provider]],
     device: torch.device,
     results: Results,
     *,
@@ -59,7 +60,7 @@ def run(
 
     Args:
         cases: What to measure.
-        providers_of: From an op's name, its providers.
+        providers_of: From a case, its providers.
         device: Where.
         results: Where records go.
         seconds: Time for the rounds of each case.
@@ -72,13 +73,15 @@ def run(
         DeviceLost: A provider broke the GPU's context; the records made so far are written.
     """
     for number, case in enumerate(cases, 1):
-        chosen = providers_of(case.op)
+        began = time.perf_counter()
+        chosen = providers_of(case)
         with _bar(f"[{number}/{len(cases)}] {case}", len(chosen)) as tick:
             _run(case, chosen, device, results, seconds=seconds, graphs=graphs, resident=resident, clock=clock,
                  tick=tick)
         mine = [r for r in results.records if r.case == _record(case, chosen[0]).case] if chosen else []
         timed = sum(r.ms is not None for r in mine)
-        report(f"[{number}/{len(cases)}] {case}: {timed} of {len(chosen)} providers timed")
+        report(f"[{number}/{len(cases)}] {case}: {timed} of {len(chosen)} providers timed in "
+               f"{time.perf_counter() - began:.1f} s")
 
 
 def _record(case: Case, provider: Provider) -> Record:
@@ -178,8 +181,7 @@ def _prepare(
         record = replace(record, **_errors(found))
         if (why := gate.verdict(problem, found, provider.exempt)) is not None:
             return replace(record, error=why), None
-        waits = measure.syncs(problem, step)
-        peak = measure.peak_bytes(problem, step)
+        peak, waits = measure.footprint(problem, step)
         record = replace(record, syncs=waits)
         if peak is not None:
             record = replace(record, extra_mib=round(peak / measure.MIB, 2),

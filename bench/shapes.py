@@ -92,31 +92,46 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Preset:
-    """A named set of shapes with the settings that suit it.
+class Part:
+    """Shapes of one op that are called in the same ways beside the same peers.
 
     Attributes:
-        shapes: Op name to shapes.
+        shapes: The sizes.
+        variants: How each is called.
+        peers: Groups of peers. ``torch.compile`` takes seconds for each shape, so that few parts have it.
+    """
+
+    shapes: tuple[Shape, ...]
+    variants: tuple[str, ...] = ("default",)
+    peers: str = "eager"
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named set of measurements.
+
+    Attributes:
+        parts: Op name to what is measured.
         dtype: Default dtype, by name.
         seconds: Default time for the rounds of one shape.
-        peers: Default groups of peers.
         what: One line for ``--help``.
         impl: Default backends; None for all.
     """
 
-    shapes: dict[str, tuple[Shape, ...]]
+    parts: dict[str, tuple[Part, ...]]
     dtype: str
     seconds: float
-    peers: str
     what: str
     impl: str | None = None
 
 
-def _every(shapes: tuple[Shape, ...]) -> dict[str, tuple[Shape, ...]]:
-    return dict.fromkeys(OPS, shapes)
+def _every(*parts: Part) -> dict[str, tuple[Part, ...]]:
+    return dict.fromkeys(OPS, parts)
 
 
-_SEEDS = tuple(Shape(n, 4096, 128256) for n in (1024, 2048, 4096, 8192, 16384))
+_SMALL, _MEDIUM, _LARGE = (
+    tuple(Shape(n, 4096, 128256) for n in tokens) for tokens in ((1024, 2048), (4096,), (8192, 16384))
+)
 _MODELS = tuple(
     Shape(4096, h, v, softcap, model)
     for h, v, softcap, model in (
@@ -126,24 +141,29 @@ _MODELS = tuple(
         (2560, 262144, None, "Gemma 3 4B"),
     )
 )
+_SEEDS = _every(Part(_SMALL), Part(_MEDIUM, peers="all"), Part((*_LARGE, Shape(16384, 4096, 32000))))
+_SEEDS["linear_logp"] += (Part((*_SMALL, *_MEDIUM, _LARGE[0]), ("nograd",)),)
+_VARIANTS = _every(Part(_MEDIUM, ("scaled", "nograd", "rows", "half", "trained")))
+_VARIANTS["linear_logp"] = (Part(_MEDIUM, ("scaled", "half", "trained")),)
 
 PRESETS = {
-    "seeds": Preset(_every((*_SEEDS, Shape(16384, 4096, 32000))), "bfloat16", 60.0, "all", "the published shapes"),
-    "models": Preset(_every(_MODELS), "bfloat16", 60.0, "all", "heads of real models at 4096 tokens"),
+    "seeds": Preset(_SEEDS, "bfloat16", 12.0, "the published shapes; torch.compile at 4096 tokens only"),
+    "models": Preset(_every(Part(_MODELS)), "bfloat16", 10.0, "heads of real models at 4096 tokens"),
+    "variants": Preset(_VARIANTS, "bfloat16", 8.0, "other upstreams, ignored tokens and trained data at 4096 tokens"),
+    "fp32": Preset(_every(Part((_SMALL[0], *_MEDIUM))), "float32", 15.0, "fp32 inputs"),
     "quick": Preset(
-        _every((Shape(128, 64, 1000), Shape(256, 64, 1000))), "float32", 1.0, "eager", "tiny, under a minute on a CPU"
+        _every(Part((Shape(128, 64, 1000), Shape(256, 64, 1000)))), "float32", 1.0, "tiny, under a minute on a CPU"
     ),
     "cpu": Preset(
         {
-            "flce": (Shape(2048, 512, 32000),),
-            "jsd": (Shape(1024, 512, 32000),),
-            "linear_logp": (Shape(2048, 512, 32000),),
+            "flce": (Part((Shape(2048, 512, 32000),), peers="pytorch"),),
+            "jsd": (Part((Shape(1024, 512, 32000),), peers="pytorch"),),
+            "linear_logp": (Part((Shape(2048, 512, 32000),), peers="pytorch"),),
         },
         "float32",
         180.0,
-        "pytorch",
         "fp32 on a CPU, beside plain PyTorch",
         "torch",
     ),
 }
-"""Named sets of shapes."""
+"""Named sets of measurements."""

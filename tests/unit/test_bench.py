@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import random
 import time
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def measured(*extra, variant="default", seconds=0.05, path=None):
     results = Results({}, path)
     case = runner.Case("flce", TINY, torch.float32, Variant.parse(variant))
     chosen = [*providers("flce", "torch", "none"), *extra]
-    runner.run([case], lambda op: chosen, CPU, results, seconds=seconds)
+    runner.run([case], lambda case: chosen, CPU, results, seconds=seconds)
     return {r.provider: r for r in results.records}
 
 
@@ -170,18 +171,67 @@ def test_records_are_written_as_they_are_finished(tmp_path):
         Results.load(path)
 
 
-def test_compare_catches_a_planted_slowdown(tmp_path, capsys):
-    def slow(x, w, y):
-        time.sleep(0.02)
-        return plain(x, w, y)
+class Clock:
+    """A clock that only the providers wind on, so that what they take is known whatever else the machine does."""
 
+    def __init__(self):
+        self.now = 0.0
+        self.random = random.Random(0)
+
+    def __call__(self):
+        return self.now
+
+    def provider(self, name, ms):
+        def loss(x, w, y):
+            self.now += ms * self.random.gauss(1.0, 0.02) / 1e3
+            return plain(x, w, y)
+
+        return provider(name, loss)
+
+
+def timed(path=None, **ms):
+    """Records by provider of providers that take so many milliseconds, give or take a fiftieth."""
+    clock = Clock()
+    results = Results({}, path)
+    case = runner.Case("flce", TINY, torch.float32, Variant())
+    chosen = [clock.provider(name, each) for name, each in ms.items()]
+    runner.run([case], lambda case: chosen, CPU, results, seconds=0.3, clock=clock)
+    return {r.provider: r for r in results.records}
+
+
+def test_compare_catches_a_planted_slowdown(tmp_path, capsys):
     old, new = tmp_path / "old.json", tmp_path / "new.json"
-    measured(provider("p", plain), path=old, seconds=0.3)
-    measured(provider("p", slow), path=new, seconds=0.3)
+    timed(old, slower=10, within=10, faster=10)
+    timed(new, slower=11, within=10.2, faster=9)
     assert main(["compare", str(old), str(new)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert any(" p N=32 " in line and "REGRESSION" in line and "times as slow" in line for line in lines)
+    assert [line.split()[1] for line in lines if "REGRESSION" in line] == ["slower"]
+    assert any(" slower N=32 " in line and "times as slow" in line for line in lines)
+    assert main(["compare", str(old), str(new), "--bound", "1.2"]) == 0
     assert main(["compare", str(old), str(old)]) == 0
+
+
+def test_slow_providers_take_part_in_fewer_rounds(monkeypatch):
+    def last(**ms):
+        return measure._strides({measure.FLOOR: 10.0, **ms})
+
+    assert last(near=10.5, double=20.0, peer=24.0, slower=41.0, hopeless=900.0) == {
+        measure.FLOOR: 1, "near": 1, "double": 1, "peer": 2, "slower": 3, "hopeless": 5
+    }
+    assert measure._strides({}) == {}
+    steps = {name: (lambda: None) for name in (measure.FLOOR, "fast", "slow")}
+    monkeypatch.setattr(measure, "_strides", lambda last: {measure.FLOOR: 1, "fast": 1, "slow": 5})
+    times, failed = measure.rounds(problem(), steps, 0.2)
+    assert not failed
+    assert len(times["slow"]) == len(times["fast"]) // 5 >= measure.LEAST_SAMPLES
+
+
+def test_rounds_end_in_time_with_three_samples_of_each(monkeypatch):
+    steps = {name: (lambda: time.sleep(0.01)) for name in (measure.FLOOR, "fast", "slow")}
+    monkeypatch.setattr(measure, "_strides", lambda last: {measure.FLOOR: 1, "fast": 1, "slow": 5})
+    times, _ = measure.rounds(problem(), steps, 0.05)
+    assert len(times["slow"]) == 3
+    assert len(times["fast"]) < 10
 
 
 def test_compare_tells_noise_memory_errors_and_lost_times_apart(tmp_path):
@@ -298,12 +348,29 @@ def test_variants_and_presets():
     for text in ("default", "scaled", "nograd", "rows", "half", "trained", "half+trained", "scaled+half"):
         assert str(Variant.parse(text)) == text
     assert str(Variant.parse("default+half")) == "half"
-    assert {(s.n, s.h, s.v) for s in PRESETS["seeds"].shapes["flce"]} >= {
+
+    def shapes(preset, op):
+        return [s for part in PRESETS[preset].parts[op] for s in part.shapes]
+
+    assert {(s.n, s.h, s.v) for s in shapes("seeds", "flce")} >= {
         (1024, 4096, 128256), (16384, 4096, 128256), (16384, 4096, 32000)
     }
-    assert {s.v for s in PRESETS["models"].shapes["jsd"]} >= {151936, 128256, 256000, 262144}
+    assert {s.v for s in shapes("models", "jsd")} >= {151936, 128256, 256000, 262144}
+    for preset in PRESETS.values():
+        for op in OPS:
+            measured = [(s, v) for part in preset.parts[op] for s in part.shapes for v in part.variants]
+            assert len(set(measured)) == len(measured)
+            for part in preset.parts[op]:
+                assert [str(Variant.parse(v)) for v in part.variants] == list(part.variants)
+                providers(op, preset.impl, part.peers)
     with pytest.raises(LookupError, match="nobody"):
         providers("flce", "none", "nobody")
     assert [p.name for p in providers("flce", "torch", "pytorch")] == [
         "headmux-torch", "headmux-torch-f32acc", "pytorch", "pytorch-float"
     ]
+
+
+def test_hidden_states_without_gradients_need_none():
+    assert not problem(variant="nograd").input.requires_grad
+    assert problem(variant="nograd").weight.requires_grad
+    assert problem().input.requires_grad
