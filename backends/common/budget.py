@@ -14,8 +14,8 @@ from contextvars import ContextVar
 VARIABLE = "HEADMUX_BUDGET_MB"
 MIB = 2**20
 
-# 56 MiB keep the whole CPU call under 64; on a GPU 256 MiB are two thirds of what peers take at 8192 tokens
-_DEFAULTS = {"cpu": 56 * MIB, "cuda": 256 * MIB}
+# 56 MiB keep the whole CPU call under 64; on a GPU 272 MiB are 1024 tokens of a vocabulary of 128256 and a block
+_DEFAULTS = {"cpu": 56 * MIB, "cuda": 272 * MIB}
 
 _override: ContextVar[int | None] = ContextVar("headmux_budget", default=None)
 
@@ -62,10 +62,10 @@ def current() -> int | None:
         raise ValueError(f"{VARIABLE}={text!r} must be a number of MiB above 0") from error
 
 
-def budget_for(device_type: str) -> int:
-    """The budget in bytes on a kind of device."""
+def budget_for(device_type: str, share: int = 1) -> int:
+    """The budget in bytes on a kind of device: what was asked for, or else ``share`` times the default."""
     asked = current()
-    return _DEFAULTS.get(device_type, _DEFAULTS["cuda"]) if asked is None else asked
+    return share * _DEFAULTS.get(device_type, _DEFAULTS["cuda"]) if asked is None else asked
 
 
 def _bytes(mb: float, name: str) -> int:

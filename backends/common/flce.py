@@ -10,6 +10,7 @@ from torch import Tensor
 
 from headmux.backends.common.head import Head
 from headmux.backends.common.labels import Labels, counted
+from headmux.backends.common.residual import Scale, scaled
 from headmux.backends.common.softmax import Coefficients, Kept, MakeSoftmax, Softmax, Statistics, Wanted
 from headmux.contract import Kernel, Requirement, Upstream
 
@@ -17,9 +18,9 @@ if TYPE_CHECKING:
     from headmux.ops.flce import FLCEArgs
 
 
-def kernel(make: MakeSoftmax, *requires: Requirement) -> Kernel:
-    """The kernel of a backend that supplies a softmax."""
-    return Kernel(partial(_forward, make), partial(_backward, make), requires)
+def kernel(make: MakeSoftmax, *requires: Requirement, scale: Scale = scaled) -> Kernel:
+    """The kernel of a backend that supplies a softmax and, if it has a better one, a way to scale gradients."""
+    return Kernel(partial(_forward, make), partial(_backward, make, scale), requires)
 
 
 def _forward(make: MakeSoftmax, args: FLCEArgs) -> tuple[tuple[Tensor | None, ...], Any]:
@@ -37,10 +38,12 @@ def _forward(make: MakeSoftmax, args: FLCEArgs) -> tuple[tuple[Tensor | None, ..
     return _outputs(args, labels, statistics), residual
 
 
-def _backward(make: MakeSoftmax, args: FLCEArgs, residual: Any, upstream: Upstream) -> tuple[Tensor | None, ...]:
-    labels, softmax = _softmax(make, args)
+def _backward(
+    make: MakeSoftmax, scale: Scale, args: FLCEArgs, residual: Any, upstream: Upstream
+) -> tuple[Tensor | None, ...]:
     if isinstance(residual, tuple):  # formed in the forward
-        return softmax.scaled(residual, upstream)
+        return scale(residual, args.needs, upstream)
+    labels, softmax = _softmax(make, args)
     (loss, *_) = upstream.rows
     assert loss is not None
 

@@ -17,12 +17,12 @@ and there the fp32 GEMM is both faster and as exact as a 16-bit one that accumul
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from headmux.backends.common.plan import pieces
-from headmux.backends.common.storage import padded, rows_of
 from headmux.devices import capability
 
 
@@ -73,45 +73,44 @@ def product(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def accumulate(
-    total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, first: bool, rows: int, inside: bool = False
+    total: Tensor,
+    pairs: Sequence[tuple[Tensor, Tensor]],
+    dtype: torch.dtype,
+    *,
+    first: bool,
+    rows: int,
+    inside: bool = False,
+    once: bool = False,
 ) -> None:
-    """Add ``left @ right`` to a running sum, or overwrite the sum with it.
+    """Add each ``left @ right`` to a running sum, or overwrite the sum with the first of them.
 
     Args:
         total: [R, C], contiguous.
-        left: [R, n].
-        right: [n, C].
+        pairs: Each left [R, n] and right [n, C].
         dtype: dtype of the GEMM's operands.
         first: Overwrite: the sum's old values are not read.
         rows: Rows of a block, where the product is formed in blocks.
-        inside: ``left`` lies within the storage of ``total``, row r within the bytes of row r; implies ``first``.
+        inside: The first left lies in the storage of ``total`` as ``storage.workspace`` lays it out for these rows.
+        once: Round a sum of several products once, from fp32, where ``total`` has 16 bits.
     """
-    how = way(dtype, total.dtype, total.device)
-    if how is not Way.STAGED and not inside and left.dtype == dtype:
-        _into(total, left, right.to(dtype), how, first=first)
-        return
-    right = operand(right, dtype)
-    for block in pieces(total.shape[0], rows):
-        part = left[block]
-        if how is not Way.STAGED and first:
-            part = aside(part) if inside and part.dtype == dtype else part.to(dtype)
-            _into(total[block], part, right, how, first=True)
-            continue
-        found = product(operand(aside(part) if inside else part, dtype), right)
-        total[block].copy_(found if first else found.add_(total[block]))
+    wide = wide_dtype(dtype)
+    staged = way(dtype, total.dtype, total.device) is Way.STAGED
+    staged = staged or (once and len(pairs) > 1 and total.dtype != wide)
+    rights = [operand(right, dtype) for _, right in pairs]
+    whole = not (staged or inside) and all(left.dtype == dtype for left, _ in pairs)
+    for block in pieces(total.shape[0], total.shape[0] if whole else rows):
+        out = total[block]
+        into = out.new_empty(out.shape, dtype=wide) if staged else out
+        for i, ((left, _), right) in enumerate(zip(pairs, rights, strict=True)):
+            _into(into, operand(left[block], dtype), right, first=i == 0 and (first or staged))
+        if staged:
+            out.copy_(into if first else into.add_(out))
 
 
-def aside(part: Tensor) -> Tensor:
-    """A copy with aligned rows."""
-    rows, columns = part.shape
-    copy = rows_of(part.new_empty(rows * padded(columns)), rows, columns)
-    return copy.copy_(part)
-
-
-def _into(total: Tensor, left: Tensor, right: Tensor, how: Way, *, first: bool) -> None:
-    if how is Way.DIRECT:
+def _into(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    if left.dtype == total.dtype:
         torch.mm(left, right, out=total) if first else torch.addmm(total, left, right, out=total)
     elif first:
-        torch.mm(left, right, out_dtype=torch.float32, out=total)
+        torch.mm(left, right, out_dtype=total.dtype, out=total)
     else:
-        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)

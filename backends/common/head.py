@@ -6,6 +6,7 @@ grad_weight (headmux.backends.common.storage).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -106,19 +107,23 @@ class Gradients:
         self._bias: Tensor | None = None
         self._first = True
 
-    def add(self, logit_gradient: Tensor, tokens: slice, *, inside: bool = False) -> None:
-        """Add a chunk; with ``inside``, ``logit_gradient`` [V, n] lies in the storage of ``total``, and is lost."""
-        head, plan = self._head, self._plan
-        if self._input is not None:
-            self._input_gradient(logit_gradient, self._input[tokens])
-        if self._needs[2]:
-            found = logit_gradient.sum(1, dtype=head.wide)
-            self._bias = found if self._bias is None else self._bias.add_(found)
+    def add(self, chunks: Sequence[tuple[slice, Tensor]], *, inside: bool = False, once: bool = False) -> None:
+        """Add chunks of tokens with their logits' gradient [V, n], which is lost.
+
+        With ``inside``, that of the first chunk lies in the storage of ``total``; with ``once``, the sum over these
+        chunks is rounded once.
+        """
+        head = self._head
+        for tokens, gradient in chunks:
+            if self._input is not None:
+                self._input_gradient(gradient, self._input[tokens])
+            if self._needs[2]:
+                found = gradient.sum(1, dtype=head.wide)
+                self._bias = found if self._bias is None else self._bias.add_(found)
         if self.total is not None and self._needs[1]:
-            rows = plan.rows(logit_gradient.shape[1])
-            accumulate(
-                self.total, logit_gradient, head.input[tokens], head.dtype, first=self._first, rows=rows, inside=inside
-            )
+            rows = self._plan.rows(chunks[0][1].shape[1])
+            pairs = [(gradient, head.input[tokens]) for tokens, gradient in chunks]
+            accumulate(self.total, pairs, head.dtype, first=self._first, rows=rows, inside=inside, once=once)
         self._first = False
 
     def _input_gradient(self, logit_gradient: Tensor, out: Tensor) -> None:

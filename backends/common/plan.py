@@ -58,6 +58,8 @@ def plan(
     device_type: str,
     widened: bool,
     copies: int = 3,
+    block_bytes: int | None = None,
+    share: int = 1,
 ) -> Plan:
     """Cut a call so that its temporaries fit the budget.
 
@@ -69,10 +71,13 @@ def plan(
         held_bytes: Bytes held for each logit of a chunk.
         device_type: Kind of device.
         widened: Whether blocks of the weight are copied to a wider dtype first, where GEMMs need that.
-        copies: How many blocks are held at once: the logits, their exponentials, products, copies of stored rows.
+        copies: How many blocks are held at once: the logits, their exponentials, products.
+        block_bytes: Largest block of wide logits in bytes; None for the device's default.
+        share: Factor of the default budget, for an op that holds the logits of several models.
     """
-    budget = budget_for(device_type)
-    block = min(_BLOCK_BYTES.get(device_type, _BLOCK_BYTES["cuda"]), max(1, budget // (2 * copies)))
+    budget = budget_for(device_type, share)
+    block = block_bytes or _BLOCK_BYTES.get(device_type, _BLOCK_BYTES["cuda"])
+    block = min(block, max(1, budget // (2 * copies)))
     most = max(1, min(tokens, _BLOCK_TOKENS.get(device_type, _BLOCK_TOKENS["cuda"])))
     most = max(1, min(most, block // (_LEAST_ROWS * wide_bytes)))
     # fewer tokens make blocks of more rows: the statistics of all blocks stay under a quarter of the budget

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from headmux.contract import Upstream
+
+Scale = Callable[[tuple["Tensor | None", ...], tuple[bool, ...], Upstream], tuple["Tensor | None", ...]]
+"""Scales gradients that a forward formed, as ``scaled`` does."""
 
 
 def scaled(

@@ -5,19 +5,17 @@ of work that every backend shares. A backend supplies two steps, ``look`` and ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from headmux.backends.common.chunks import Chunks
 from headmux.backends.common.head import Gradients, Head
 from headmux.backends.common.labels import Labels
-from headmux.backends.common.plan import Plan, pieces, plan
-from headmux.backends.common.residual import scaled
-from headmux.backends.common.storage import capacity, logits_inside, padded, rows_of
-from headmux.contract import Upstream
+from headmux.backends.common.plan import Plan, plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ CoefficientsOf = Callable[[Statistics, slice], Coefficients]
 class Kept:
     """Logits that a forward keeps for its backward in the storage of the future grad_weight."""
 
-    plan: Plan
+    places: Chunks
     total: Tensor
     held: Tensor
     state: Any
@@ -89,6 +87,7 @@ class Softmax(ABC):
 
     held_dtype: torch.dtype
     copies: int
+    block_bytes: int | None = None
 
     def __init__(
         self,
@@ -103,10 +102,7 @@ class Softmax(ABC):
         self.tokens, self.hidden = head.input.shape
         self.vocabulary = head.weight.shape[0]
         self.prepare()
-        self._total_dtype = dtypes[1]
-        if accum_dtype is not None and self.tokens > self._capacity(dtypes[1]):
-            self._total_dtype = head.wide
-        self.plan: Plan = plan(
+        cut = plan(
             self.tokens,
             self.vocabulary,
             self.hidden,
@@ -115,7 +111,14 @@ class Softmax(ABC):
             device_type=head.weight.device.type,
             widened=head.widened,
             copies=self.copies,
+            block_bytes=self.block_bytes,
         )
+        self.places = Chunks(head, needs, dtypes, accum_dtype, self.held_dtype, cut)
+
+    @property
+    def plan(self) -> Plan:
+        """How the call is cut."""
+        return self.places.plan
 
     @abstractmethod
     def prepare(self) -> None:
@@ -135,61 +138,34 @@ class Softmax(ABC):
 
     def can_keep(self) -> bool:
         """Whether the forward can keep every token's logits for the backward without memory of its own."""
-        return self.needs[1] and self.tokens <= self._capacity(self._total_dtype)
+        return self.places.inside == self.tokens
 
     def keep(self) -> Kept:
         """Statistics of every token, and their logits inside the future grad_weight."""
-        total = self._new_total()
-        held = logits_inside(total, self.tokens, self.held_dtype)
+        total, held = self.places.workspace()
         statistics, state = self.look(slice(0, self.tokens), held)
-        return Kept(self.plan, total, held, state, statistics)
+        return Kept(self.places, total, held, state, statistics)
 
     def finish(self, kept: Kept, coefficients: CoefficientsOf) -> tuple[Tensor | None, ...]:
         """Gradients from what a forward kept, which is consumed."""
         every = slice(0, self.tokens)
-        self.plan = kept.plan  # the blocks in which the logits were kept
-        gradients = Gradients(self.head, self.needs, self.dtypes, kept.total, self.plan)
+        self.places = kept.places  # the blocks in which the logits were kept
+        sums = Gradients(self.head, self.needs, self.dtypes, kept.total, self.plan)
         self.to_gradient(kept.held, kept.state, kept.statistics, every, coefficients(kept.statistics, every))
-        gradients.add(kept.held, every, inside=True)
-        return gradients.result()
+        sums.add([(every, kept.held)], inside=True)
+        return sums.result()
 
     def gradients(self, coefficients: CoefficientsOf) -> tuple[Statistics, tuple[Tensor | None, ...]]:
         """Statistics and gradients of every token in one pass over chunks of tokens."""
-        total = self._new_total() if self.needs[1] else None
-        gradients = Gradients(self.head, self.needs, self.dtypes, total, self.plan)
         found = []
-        for tokens, held, inside in self.chunks(total):
+
+        def fill(tokens: slice, held: Tensor) -> None:
             statistics, state = self.look(tokens, held)
             self.to_gradient(held, state, statistics, tokens, coefficients(statistics, tokens))
-            gradients.add(held, tokens, inside=inside)
             found.append(statistics)
-        return Statistics.joined(found), gradients.result()
 
-    def scaled(self, gradients: tuple[Tensor | None, ...], upstream: Upstream) -> tuple[Tensor | None, ...]:
-        """Gradients that a forward formed for an upstream of 1, scaled in place; None where not needed."""
-        return scaled(gradients, self.needs, upstream)
-
-    def chunks(self, total: Tensor | None) -> Iterator[tuple[slice, Tensor, bool]]:
-        """Chunks of tokens with a place for their logits, first in the storage of ``total``, then in one buffer.
-
-        The first chunk in a sum overwrites it, so what lies in its storage comes first.
-        """
-        inside = 0 if total is None else min(self.tokens, self._capacity(total.dtype))
-        if total is not None and inside:
-            yield slice(0, inside), logits_inside(total, inside, self.held_dtype), True
-        buffer: Tensor | None = None
-        for piece in pieces(self.tokens - inside, self.plan.chunk):
-            tokens = shifted(piece, inside)
-            count = tokens.stop - tokens.start
-            if buffer is None:
-                buffer = self.head.input.new_empty(self.vocabulary * padded(count), dtype=self.held_dtype)
-            yield tokens, rows_of(buffer, self.vocabulary, count), False
-
-    def _capacity(self, total_dtype: torch.dtype) -> int:
-        return capacity(total_dtype, self.hidden, self.held_dtype)
-
-    def _new_total(self) -> Tensor:
-        return self.head.weight.new_empty((self.vocabulary, self.hidden), dtype=self._total_dtype)
+        gradients = self.places.gradients(fill)
+        return Statistics.joined(found), gradients
 
 
 MakeSoftmax = Callable[..., Softmax]

@@ -1,9 +1,15 @@
 """The workspace inside grad_weight: logits of tokens held where the gradient will be written.
 
-grad_weight has V * H elements and nobody reads it before the end, so the logits of up to H tokens fit inside, token
-index last: row v of a [V, n] view lies within row v of [V, H]. When the gradient is formed from them, block by block of
-vocabulary rows, a block is copied aside, multiplied, and written over. All tokens then add up inside one GEMM, and no
-memory is needed for the logits.
+grad_weight has V * H elements and nobody reads it before the end, so the logits of up to H tokens fit into its storage,
+token index last: S [V, n], row by row. The gradient is formed from them block by block of vocabulary rows, each block
+one matrix product over all tokens, written where logits lie that have been used already. For that S lies at the end of
+the storage, and the storage is longer than the gradient by one block of S:
+
+    storage   |0 ............................... V*H|......|
+    gradient  |row 0|row 1| ...             |row V-1|
+    S                   |row 0|row 1| ...                  |
+
+So no logits memory is needed but that block, nothing is copied aside, and all tokens add up inside one product.
 """
 
 from __future__ import annotations
@@ -11,27 +17,50 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_ALIGNED = 8  # 16 bytes of a 16-bit dtype
+from headmux.backends.common.plan import pieces
+
+_ALIGNED = 16  # elements: 32 bytes of a 16-bit dtype, and what Triton's vector loads ask of a stride
+_BYTES = 128
 
 
 def capacity(total_dtype: torch.dtype, hidden: int, held: torch.dtype) -> int:
-    """How many tokens' logits of dtype ``held`` fit in a [V, hidden] tensor of dtype ``total_dtype``.
-
-    None where the tensor's rows are no whole number of such elements.
-    """
-    count, rest = divmod(hidden * total_dtype.itemsize, held.itemsize)
-    return 0 if rest else count
+    """How many tokens' logits of dtype ``held`` fit in a [V, hidden] tensor of dtype ``total_dtype``."""
+    return hidden * total_dtype.itemsize // held.itemsize
 
 
-def logits_inside(total: Tensor, tokens: int, held: torch.dtype) -> Tensor:
-    """A [V, tokens] view of dtype ``held`` into the storage of a contiguous [V, H] tensor.
+def workspace(
+    like: Tensor, shape: tuple[int, int], dtype: torch.dtype, tokens: int, held: torch.dtype, rows: int
+) -> tuple[Tensor, Tensor]:
+    """An uninitialised [V, H] tensor, and a [V, tokens] one of dtype ``held`` in its storage.
+
+    Rows [i, i + rows) of the first may be written once rows before i + rows of the second have been read, for i =
+    0, rows, 2 * rows, ... in this order.
+
+    Args:
+        like: A tensor on the device.
+        shape: (V, H).
+        dtype: dtype of the first.
+        tokens: At most ``capacity`` of them.
+        held: dtype of the second.
+        rows: Rows of a block.
 
     Raises:
         ValueError: More tokens than fit.
     """
-    if tokens > capacity(total.dtype, total.shape[1], held):
-        raise ValueError(f"{tokens} tokens of {held} do not fit in rows of {total.shape[1]} {total.dtype}")
-    return total.view(held)[:, :tokens]
+    vocabulary, hidden = shape
+    room = capacity(dtype, hidden, held)
+    if tokens > room:
+        raise ValueError(f"{tokens} tokens of {held} do not fit in rows of {hidden} {dtype}")
+    stride = padded(tokens) if padded(tokens) <= room else tokens
+    wide, narrow = hidden * dtype.itemsize, stride * held.itemsize
+    start = max((b.stop * wide - b.start * narrow for b in pieces(vocabulary, rows)), default=0)
+    start = -(-start // _BYTES) * _BYTES
+    end = max(vocabulary * wide, start + vocabulary * narrow)
+    storage = like.new_empty(-(-end // _BYTES) * _BYTES // dtype.itemsize, dtype=dtype)
+    inside = storage.view(held).as_strided((vocabulary, tokens), (stride, 1), start // held.itemsize)
+    # not a view of the storage: autograd would treat it as one
+    total = storage.new_empty(0).set_(storage.untyped_storage(), 0, (vocabulary, hidden), (hidden, 1))
+    return total, inside
 
 
 def padded(columns: int) -> int:
@@ -41,4 +70,4 @@ def padded(columns: int) -> int:
 
 def rows_of(flat: Tensor, rows: int, columns: int) -> Tensor:
     """A [rows, columns] view of a flat buffer of at least ``rows * padded(columns)`` elements."""
-    return flat.as_strided((rows, columns), (padded(columns), 1))
+    return flat.as_strided((rows, columns), (padded(columns), 1), flat.storage_offset())

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from headmux.backends.common import flce, linear_logp
-from headmux.backends.torch import jsd
+from headmux.backends.common import flce, jsd, linear_logp
+from headmux.backends.torch.divergence import TorchDivergence
 from headmux.backends.torch.softmax import TorchSoftmax
 from headmux.contract import Backend
 
 backend = Backend(
     "torch",
-    kernels={"flce": flce.kernel(TorchSoftmax), "jsd": jsd.kernel, "linear_logp": linear_logp.kernel(TorchSoftmax)},
+    kernels={
+        "flce": flce.kernel(TorchSoftmax),
+        "jsd": jsd.kernel(TorchDivergence),
+        "linear_logp": linear_logp.kernel(TorchSoftmax),
+    },
 )

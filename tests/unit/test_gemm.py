@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmux.backends.common import gemm
 from headmux.backends.common.gemm import Way, accumulate, is_native, operand, product, way, wide_dtype
-from headmux.backends.common.storage import capacity, logits_inside
+from headmux.backends.common.storage import capacity, workspace
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -118,7 +118,7 @@ def test_sums(operands: torch.dtype, total_dtype: torch.dtype, left_dtype: str, 
     step = N // CHUNKS
     for i in range(CHUNKS):
         tokens = slice(i * step, (i + 1) * step)
-        accumulate(total, given[:, tokens], right[tokens], operands, first=i == 0, rows=rows)
+        accumulate(total, [(given[:, tokens], right[tokens])], operands, first=i == 0, rows=rows)
     accumulated = max(EPS[wide_dtype(operands)], EPS[total_dtype])
     # half an ulp a rounding to the sum, and the wide sums' own roundings
     assert worst(total, left, right) <= CHUNKS * accumulated / 2 + 8 * EPS[wide_dtype(operands)]
@@ -133,7 +133,7 @@ def test_wide_sum_is_independent_of_chunks(operands: torch.dtype) -> None:
         total = torch.empty(R, C, dtype=dtype)
         for i in range(chunks):
             tokens = slice(i * N // chunks, (i + 1) * N // chunks)
-            accumulate(total, left[:, tokens], right[tokens], operands, first=i == 0, rows=ROWS)
+            accumulate(total, [(left[:, tokens], right[tokens])], operands, first=i == 0, rows=ROWS)
         errors[dtype, chunks] = worst(total.to(operands), left, right)
     assert errors[F32, 16] <= 1.1 * errors[F32, 1]
     assert errors[operands, 16] > 1.1 * errors[operands, 1]
@@ -145,7 +145,7 @@ def test_no_second_total(operands: torch.dtype, total_dtype: torch.dtype, first:
     left, right = pieces_of(operands)
     total = torch.zeros(R, C, dtype=total_dtype)
     with Sizes(total, left, right) as seen:
-        accumulate(total, left, right, operands, first=first, rows=ROWS)
+        accumulate(total, [(left, right)], operands, first=first, rows=ROWS)
     staged = way(operands, total_dtype, CPU) is Way.STAGED
     assert seen.largest <= max(ROWS * C, ROWS * N, N * C)
     assert seen.largest < R * C
@@ -193,7 +193,7 @@ def test_calls_on_cuda(
     total = torch.full((R, C), torch.nan if first else 1.0, dtype=total_dtype)
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(torch, "addmm", addmm)
-    accumulate(total, left, right, operands, first=first, rows=ROWS)
+    accumulate(total, [(left, right)], operands, first=first, rows=ROWS)
     monkeypatch.undo()
     bound = max(EPS[total_dtype], EPS[F32])
     assert worst(total if first else total - 1.0, left, right) <= 2 * bound
@@ -208,34 +208,59 @@ def test_calls_on_cuda(
 
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16])
 @pytest.mark.parametrize("total_dtype", [F32, F64, F16, BF16])
-def test_product_formed_inside_its_sum(dtype: torch.dtype, total_dtype: torch.dtype) -> None:
-    """The left operand lies in the storage of the sum that overwrites it."""
-    tokens = min(N, capacity(total_dtype, C, dtype))
+@pytest.mark.parametrize("rows", [1, ROWS, 7, R - 1, R, 1000])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("beside", [False, True])
+def test_product_formed_inside_its_sum(
+    dtype: torch.dtype, total_dtype: torch.dtype, rows: int, share: float, beside: bool
+) -> None:
+    """The left operand lies in the storage of the sum that overwrites it, alone or with another beside it."""
+    most = min(N, capacity(total_dtype, C, dtype))
+    tokens = max(1, int(share * most))
     left, right = pieces_of(dtype)
-    total = torch.full((R, C), torch.nan, dtype=total_dtype)
-    held = logits_inside(total, tokens, dtype)
+    total, held = workspace(left, (R, C), total_dtype, tokens, dtype, rows)
+    total.fill_(torch.nan)
     held.copy_(left[:, :tokens])
-    accumulate(total, held, right[:tokens], dtype, first=True, rows=ROWS, inside=True)
+    pairs = [(held, right[:tokens])]
+    count = N if beside else tokens
+    if beside and tokens < N:
+        pairs.append((left[:, tokens:], right[tokens:]))
+    accumulate(total, pairs, dtype, first=True, rows=rows, inside=True, once=True)
     bound = max(EPS[total_dtype], EPS[wide_dtype(dtype)])
-    assert worst(total, left[:, :tokens], right[:tokens]) <= bound / 2 + 8 * EPS[wide_dtype(dtype)]
+    assert worst(total, left[:, :count], right[:count]) <= bound / 2 + 8 * EPS[wide_dtype(dtype)]
+
+
+def test_two_products_may_round_twice() -> None:
+    left, right = pieces_of(BF16)
+    errors = []
+    for once in (True, False):
+        total = torch.empty(R, C, dtype=BF16)
+        pairs = [(left[:, a:b], right[a:b]) for a, b in ((0, 40), (40, N))]
+        accumulate(total, pairs, BF16, first=True, rows=ROWS, once=once)
+        errors.append(worst(total, left, right))
+    assert errors[0] <= EPS[BF16] / 2 + 8 * EPS[F32]
+    assert errors[1] <= 2 * EPS[BF16]
 
 
 @pytest.mark.parametrize("total_dtype", [F32, F16, BF16])
-@pytest.mark.parametrize("held", [F32, F16, BF16])
-def test_storage_holds_as_many_tokens_as_fit(total_dtype: torch.dtype, held: torch.dtype) -> None:
-    total = torch.zeros(R, C, dtype=total_dtype)
-    most = capacity(total_dtype, C, held)
-    assert 0 < most * held.itemsize <= C * total_dtype.itemsize
-    view = logits_inside(total, most, held)
-    assert view.shape == (R, most)
-    assert view.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
-    view.fill_(1.0)
-    row = view[5].untyped_storage().data_ptr() + view[5].storage_offset() * held.itemsize
-    mine = total[5].untyped_storage().data_ptr() + total[5].storage_offset() * total_dtype.itemsize
-    assert mine <= row
-    assert row + most * held.itemsize <= mine + C * total_dtype.itemsize
-    with pytest.raises(ValueError, match=f"{most + 1000} tokens of {held} do not fit in rows of {C} {total_dtype}"):
-        logits_inside(total, most + 1000, held)
+@pytest.mark.parametrize("held_dtype", [F32, F16, BF16])
+@pytest.mark.parametrize("hidden", [1, 5, C])
+def test_storage_holds_as_many_tokens_as_fit(total_dtype: torch.dtype, held_dtype: torch.dtype, hidden: int) -> None:
+    most = capacity(total_dtype, hidden, held_dtype)
+    assert most * held_dtype.itemsize <= hidden * total_dtype.itemsize
+    like = torch.zeros(1)
+    for tokens, rows in itertools.product({0, most // 2, most}, (1, ROWS, R)):
+        total, inside = workspace(like, (R, hidden), total_dtype, tokens, held_dtype, rows)
+        assert total.shape == (R, hidden)
+        assert total.is_contiguous()
+        assert not total._is_view()
+        assert inside.shape == (R, tokens)
+        assert inside.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
+        extra = total.untyped_storage().nbytes() - R * hidden * total_dtype.itemsize
+        assert extra <= rows * (tokens + 16) * held_dtype.itemsize + 256
+        inside.fill_(1.0)  # lies within the storage
+    with pytest.raises(ValueError, match=f"{most + 1} tokens of {held_dtype} do not fit in rows of {hidden}"):
+        workspace(like, (R, hidden), total_dtype, most + 1, held_dtype, ROWS)
 
 
 def test_product_widens() -> None:

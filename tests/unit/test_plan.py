@@ -77,7 +77,10 @@ def test_pieces(total: int, size: int) -> None:
 def test_defaults() -> None:
     assert current() is None
     assert budget_for("cpu") == 56 * MIB
-    assert budget_for("cuda") == budget_for("xpu") == 256 * MIB
+    assert budget_for("cuda") == budget_for("xpu") == 272 * MIB
+    assert budget_for("cuda", share=2) == 544 * MIB
+    with budget(7):
+        assert budget_for("cuda", share=2) == 7 * MIB
 
 
 def test_order_of_settings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,93 @@
+"""Where the logits' gradient of each token is held until it enters the gradients, and in which order.
+
+As many tokens as fit are held inside the storage of grad_weight (headmux.backends.common.storage), the others in one
+buffer, a chunk after another. The first of those chunks enters grad_weight together with what lies inside, block by
+block, so that its sum finds a block just written in the cache; each further chunk reads and writes all of grad_weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headmux.backends.common.budget import current
+from headmux.backends.common.head import Gradients, Head
+from headmux.backends.common.plan import Plan, pieces
+from headmux.backends.common.storage import capacity, padded, rows_of, workspace
+
+Fill = Callable[[slice, Tensor], None]
+"""``fill(tokens, held)`` leaves the logits' gradient of these tokens in ``held`` [V, n]."""
+
+
+class Chunks:
+    """Places for the tokens of one call.
+
+    Attributes:
+        plan: Its ``chunk`` is the size of chunks in the buffer.
+        inside: How many tokens, from the first on, are held inside grad_weight.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        needs: tuple[bool, ...],
+        dtypes: tuple[torch.dtype, ...],
+        accum_dtype: torch.dtype | None,
+        held_dtype: torch.dtype,
+        plan: Plan,
+    ) -> None:
+        self._head, self._needs, self._dtypes, self._held_dtype = head, needs, dtypes, held_dtype
+        self._tokens, self._hidden = head.input.shape
+        self._once = accum_dtype is not None
+        self.plan = plan
+        self._total_dtype = dtypes[1]
+        self.inside = self._room() if needs[1] else 0
+        rest = self._tokens - self.inside
+        if needs[1] and self._once and rest and self._total_dtype != head.wide:
+            # An fp32 sum takes V * H * 4 bytes. Where the logits beyond the first H tokens are no more than that, they
+            # are held instead, and everything is added up at once; else the sum's storage holds 2 H tokens.
+            if current() is None and rest * held_dtype.itemsize <= self._hidden * head.wide.itemsize:
+                self.plan = replace(plan, chunk=rest)
+            elif rest > plan.chunk:
+                self._total_dtype = head.wide
+                self.inside = self._room()
+
+    def workspace(self) -> tuple[Tensor, Tensor]:
+        """An uninitialised grad_weight, and a place inside for the first ``inside`` tokens."""
+        shape, rows = (self.plan.vocabulary, self._hidden), self.plan.rows(self.inside)
+        return workspace(self._head.weight, shape, self._total_dtype, self.inside, self._held_dtype, rows)
+
+    def outside(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+        """Chunks of the tokens from ``first`` on, each with its place in one buffer."""
+        count = self._tokens - first
+        if not count:
+            return
+        chunk = min(self.plan.chunk, count)
+        buffer = self._head.input.new_empty(self.plan.vocabulary * padded(chunk), dtype=self._held_dtype)
+        for piece in pieces(count, chunk):
+            size = piece.stop - piece.start
+            yield slice(first + piece.start, first + piece.stop), rows_of(buffer, self.plan.vocabulary, size)
+
+    def gradients(self, fill: Fill) -> tuple[Tensor | None, ...]:
+        """Gradients of input, weight and bias, chunk by chunk."""
+        total, held = self.workspace() if self.inside else (None, None)
+        if total is None and self._needs[1]:
+            shape = (self.plan.vocabulary, self._hidden)
+            total = self._head.weight.new_empty(shape, dtype=self._total_dtype)
+        sums = Gradients(self._head, self._needs, self._dtypes, total, self.plan)
+        places = [] if held is None else [(slice(0, self.inside), held)]
+        ready = []
+        for tokens, place in (*places, *self.outside(self.inside)):
+            fill(tokens, place)
+            ready.append((tokens, place))
+            if place is held and tokens.stop < self._tokens:
+                continue
+            sums.add(ready, inside=ready[0][1] is held, once=self._once)
+            ready = []
+        return sums.result()
+
+    def _room(self) -> int:
+        return min(self._tokens, capacity(self._total_dtype, self._hidden, self._held_dtype))
