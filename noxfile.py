@@ -80,8 +80,8 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write the generated parts of README.md anew; ``-- --check`` only compares."""
-    _install(session, "dev")
+    """Write the generated parts of the documentation anew; ``-- --check`` only compares."""
+    _install(session, "dev", "bench")
     session.run("python", "docs/generate.py", *session.posargs)
 
 

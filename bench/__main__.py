@@ -90,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_report)
     command.add_argument("files", type=Path, nargs="+", metavar="FILE")
     command.add_argument("--markdown", action="store_true")
-    command = commands.add_parser("plot", help="pictures of files of results")
+    command = commands.add_parser("plot", help="pictures of files of results of one device, later ones winning")
     command.set_defaults(run=_plot)
     command.add_argument("files", type=Path, nargs="+", metavar="FILE")
     command.add_argument("--out", type=Path, required=True, metavar="DIR")
@@ -163,7 +163,7 @@ def _measure(options: argparse.Namespace, words: list[str]) -> int:
     if options.plot is not None and results.records:
         from headmux.bench import plots
 
-        for path in plots.draw([results], options.plot):
+        for path in plots.draw(plots.sheets(results.records), results.header, options.plot):
             print(path)
     return status or (0 if any(r.ms is not None for r in results.records) else 1)
 
@@ -211,7 +211,9 @@ def _plot(options: argparse.Namespace, words: list[str]) -> int:
     del words
     from headmux.bench import plots
 
-    for path in plots.draw([Results.load(f) for f in options.files], options.out):
+    files = [Results.load(f) for f in options.files]
+    records = {r.key: r for results in files for r in results.records}.values()
+    for path in plots.draw(plots.sheets(records), files[-1].header, options.out):
         print(path)
     return 0
 

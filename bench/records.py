@@ -163,10 +163,19 @@ def header(device: torch.device, argv: list[str]) -> dict[str, Any]:
         "threads": None if cuda else torch.get_num_threads(),
         "fp32_matmul": torch.get_float32_matmul_precision(),
         "commit": _commit(),
-        "command": shlex.join(["python", "-m", "headmux.bench", *argv]),
+        "command": command(shlex.join(["python", "-m", "headmux.bench", *argv])),
         "time": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
     }
     return found
+
+
+def command(line: str) -> str:
+    """A command line whose output files have lost their folders, which mean nothing on another machine."""
+    words = shlex.split(line)
+    for i, word in enumerate(words[1:], 1):
+        if words[i - 1] in ("--json", "--plot", "--out"):
+            words[i] = Path(word).name
+    return shlex.join(words)
 
 
 def _version(package: str) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from headmux.bench.records import Record, Results
+from headmux.bench.records import Record, Results, command
 
 _HEAD = ("provider", "ms", "p20-p80", "x floor", "+MiB", "beyond grads", "loss", "dX", "dW", "dW untargeted", "syncs",
          "graph", "rounds")
@@ -13,29 +13,42 @@ _RSS = "RSS +MiB"
 
 def tables(results: Results, *, markdown: bool = False) -> str:
     """Every table: one for each op, shape, dtype and variant, fastest provider first, then those without a time."""
-    lines = [_where(results, markdown)]
-    cases: dict[tuple[object, ...], list[Record]] = {}
-    for record in results.records:
-        cases.setdefault(record.case, []).append(record)
-    for records in cases.values():
-        lines += ["", _title(records[0], markdown), ""]
-        timed = sorted((r for r in records if r.ms is not None), key=lambda r: r.ms or 0.0)
-        floors = [r.floor_ms for r in timed if r.floor_ms is not None]
-        rows = [_row(r) for r in timed]
-        if floors:
-            rows.insert(0, ("floor (matrix products)", f"{floors[0]:.4g}", "", "1.000", *[""] * 9))
-        if rows:
-            head: tuple[str, ...] = _HEAD
-            if any(r.rss_mib is not None for r in timed):
-                head = (*head, _RSS)
-                resident = [""] * (len(rows) - len(timed)) + [_memory(r.rss_mib) for r in timed]
-                rows = [(*row, cell) for row, cell in zip(rows, resident, strict=True)]
-            lines += _grid(_without_empty([head, *rows]), markdown)
+    lines = [where(results)]
+    line = command(str(results.header.get("command")))
+    lines.append(f"`{line}`" if markdown else line)
+    for records in cases(results.records):
+        lines += ["", ("### " if markdown else "") + title(records[0]), ""]
+        lines += table(records, markdown=markdown)
         missing = [r for r in records if r.ms is None]
-        if missing and rows:
+        if missing and len(missing) < len(records):
             lines.append("")
         lines += [f"{'- ' if markdown else '  '}{r.provider}: {r.error}" for r in missing]
     return "\n".join(lines) + "\n"
+
+
+def cases(records: Iterable[Record]) -> list[list[Record]]:
+    """Records of one op, shape, dtype and variant together, in the order of their first."""
+    found: dict[tuple[object, ...], list[Record]] = {}
+    for record in records:
+        found.setdefault(record.case, []).append(record)
+    return list(found.values())
+
+
+def table(records: Sequence[Record], *, markdown: bool) -> list[str]:
+    """The lines of one table: the records of a case that have a time, fastest first, below their floor."""
+    timed = sorted((r for r in records if r.ms is not None), key=lambda r: r.ms or 0.0)
+    if not timed:
+        return []
+    floors = [r.floor_ms for r in timed if r.floor_ms is not None]
+    rows = [_row(r) for r in timed]
+    if floors:
+        rows.insert(0, ("floor (matrix products)", f"{floors[0]:.4g}", "", "1.000", *[""] * 9))
+    head: tuple[str, ...] = _HEAD
+    if any(r.rss_mib is not None for r in timed):
+        head = (*head, _RSS)
+        resident = [""] * (len(rows) - len(timed)) + [_memory(r.rss_mib) for r in timed]
+        rows = [(*row, cell) for row, cell in zip(rows, resident, strict=True)]
+    return _grid(_without_empty([head, *rows]), markdown)
 
 
 def _without_empty(rows: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -44,19 +57,20 @@ def _without_empty(rows: Sequence[Sequence[str]]) -> list[list[str]]:
     return [[row[i] for i in kept] for row in rows]
 
 
-def _where(results: Results, markdown: bool) -> str:
+def where(results: Results) -> str:
+    """Device, versions, commit and time of a file."""
     h = results.header
     words = [str(h.get("device")), f"torch {h.get('torch')}"]
     words += [f"{k} {h[k]}" for k in ("triton", "cutlass", "cuda", "driver") if h.get(k)]
-    words += [f"commit {h.get('commit')}", str(h.get("time"))]
-    command = str(h.get("command"))
-    return ", ".join(words) + "\n" + (f"`{command}`" if markdown else command)
+    words += [f"{name} {v}" for name, v in (h.get("peers") or {}).items() if v]
+    return ", ".join([*words, f"commit {h.get('commit')}", str(h.get("time"))])
 
 
-def _title(r: Record, markdown: bool) -> str:
+def title(r: Record) -> str:
+    """What the records of a case have in common."""
     cap = f" softcap={r.softcap:g}" if r.softcap is not None else ""
     model = f" ({r.model})" if r.model else ""
-    return ("### " if markdown else "") + f"{r.op} N={r.n} H={r.h} V={r.v}{cap}{model} {r.dtype}, {r.variant}"
+    return f"{r.op} N={r.n} H={r.h} V={r.v}{cap}{model} {r.dtype}, {r.variant}"
 
 
 def _row(r: Record) -> tuple[str, ...]:

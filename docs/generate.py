@@ -1,6 +1,9 @@
-"""Write what the documentation says about support from the conformance suite's case list.
+"""Write what the documentation says about support and performance.
 
-python docs/generate.py          writes README.md's table and docs/support.md
+Support is from the conformance suite's case list, performance from the files in bench/results: a new file there needs
+no more than this script.
+
+python docs/generate.py          writes README.md's tables, docs/support.md, docs/performance.md and docs/img
 python docs/generate.py --check  exits with 1 if they would change
 """
 
@@ -14,11 +17,12 @@ from pathlib import Path
 import torch
 
 from headmux import registry
+from headmux.bench import pages
 from headmux.testing.cases import CASES, call_of, refusals, support_table
 
 ROOT = Path(__file__).parents[1]
 BUILT_IN = ("cutedsl", "triton", "torch")
-MARKED = re.compile(r"(<!-- support: begin -->\n).*?(<!-- support: end -->)", re.DOTALL)
+IMAGES = ROOT / "docs" / "img"
 CAPABILITY = (9, 0)
 
 
@@ -54,19 +58,47 @@ def full() -> str:
     )
 
 
+def between(text: str, name: str, new: str) -> str:
+    """The text with what stands between a pair of markers replaced.
+
+    Raises:
+        LookupError: The markers are not there, once and in order.
+    """
+    marked = re.compile(rf"(<!-- {name}: begin -->\n).*?(<!-- {name}: end -->)", re.DOTALL)
+    found, count = marked.subn(lambda m: m[1] + new + m[2], text)
+    if count != 1:
+        raise LookupError(f"README.md has no {name} markers")
+    return found
+
+
+def missing_pictures(page: str) -> bool:
+    """Whether a page shows a picture that is not there, or there is one that it does not show."""
+    return set(re.findall(r'="img/([^"]+)"', page)) != {path.name for path in IMAGES.glob("*.png")}
+
+
 def main() -> int:
     """Write, or with ``--check`` compare; 1 if something differs or README.md has lost its markers."""
     os.environ.pop("TRITON_INTERPRET", None)
+    sources = pages.load(ROOT / "bench" / "results")
+    page = pages.page(sources)
     readme = (ROOT / "README.md").read_text()
-    if not MARKED.search(readme):
-        print("README.md has no support markers")
+    try:
+        readme = between(readme, "support", summary())
+        readme = between(readme, "performance", pages.summary(sources))
+    except LookupError as error:
+        print(error)
         return 1
-    table = summary()
-    wanted = {"README.md": MARKED.sub(lambda m: m[1] + table + m[2], readme), "docs/support.md": full()}
+    wanted = {"README.md": readme, "docs/support.md": full(), "docs/performance.md": page}
     stale = [name for name, text in wanted.items() if not (ROOT / name).exists() or (ROOT / name).read_text() != text]
+    draw = missing_pictures(page) or not (ROOT / "docs" / "performance.md").exists() or (
+        pages.digest(sources) not in (ROOT / "docs" / "performance.md").read_text()
+    )
     if "--check" in sys.argv[1:]:
+        stale += ["docs/img"] * draw
         print(f"stale: {', '.join(stale)}: run nox -s docs" if stale else "up to date")
         return 1 if stale else 0
+    if draw:  # before the page, which says that it is done
+        print(f"drew {len(pages.draw(sources, IMAGES))} pictures")
     for name in stale:
         (ROOT / name).write_text(wanted[name])
         print(f"wrote {name}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import random
+import re
 import time
 from pathlib import Path
 
@@ -13,11 +15,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headmux.bench import compare, gate, measure, report, runner
+from headmux.bench import compare, gate, goals, labels, measure, pages, plots, report, runner
 from headmux.bench.__main__ import main
 from headmux.bench.problem import Problem
 from headmux.bench.providers import Provider, masked_environment, peers_of, providers
-from headmux.bench.records import Record, Results
+from headmux.bench.records import Record, Results, command
 from headmux.bench.shapes import OPS, PRESETS, Shape, Variant
 
 TINY = Shape(32, 16, 64)
@@ -285,6 +287,72 @@ def test_report_renders(results, capsys):
     assert len({line.count("|") for line in rows}) == 1
 
 
+def lead(**changes):
+    """What is said of one peer beside a headmux backend of 10 ms and 100 MiB."""
+    ours = Record("flce", "headmux-x", 1, 1, 1, "float32", "default", ms=10.0, p20=9.9, p80=10.1, err_weight=1e-3,
+                  extra_mib_beyond_grads=100.0)
+    peer = dataclasses.replace(ours, provider="peer", **changes)
+    return pages.ahead([peer, ours])
+
+
+def test_pages_say_where_a_peer_is_ahead():
+    assert lead() == "no peer is ahead of `headmux-x`, in time or in memory"
+    assert lead(ms=12.0, extra_mib_beyond_grads=99.5) == lead()
+    assert "`peer` in time (0.9 times its time, 100 MiB against 100)" in lead(ms=9.0, p80=9.1)
+    assert "`peer` in time (0.99 times its time, within the spread" in lead(ms=9.9, p80=10.0)
+    assert "`peer` in memory (2 times its time, 5.0 MiB against 100)" in lead(ms=20.0, extra_mib_beyond_grads=5.0)
+    assert "in time and memory (0.5 times" in lead(ms=5.0, p80=5.1, extra_mib_beyond_grads=5.0)
+    assert "error of dW 5e-01 against 1e-03" in lead(ms=5.0, p80=5.1, err_weight=0.5)
+    assert pages.ahead([Record("flce", "headmux-x", 1, 1, 1, "float32", "default", ms=1.0)]) is None
+
+
+def test_goals_are_met_or_missed():
+    def row(ratio, mib, **changes):
+        record = Record("flce", "headmux-torch", 1024, 4096, 128256, "bfloat16", "default", ms=1.0, ratio=ratio,
+                        extra_mib_beyond_grads=mib)
+        (line,) = [x for x in goals.table([dataclasses.replace(record, **changes)]) if "`headmux-torch`" in x]
+        return line
+
+    assert "met; not measured at 2048, 4096" in row(1.15, 128.0)
+    assert "at most 1.15: 1.151 " in row(1.151, 128.0)
+    assert "**time missed** at 1024; not measured" in row(1.151, 128.0)
+    assert "**memory missed** at 1024" in row(1.0, 129.0)
+    assert row(1.0, 1.0, v=32000).endswith("| not measured |")
+    assert row(1.0, 1.0, variant="half").endswith("| not measured |")
+
+
+def test_pages_follow_the_files_of_results(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    folder, images = results.path.parent, tmp_path / "img"
+    results.header["driver"] = "1"
+    results.put(Record("flce", "headmux-torch", 1024, 64, 1000, "bfloat16", "host", ms=0.05, p20=0.04, p80=0.06))
+    sources = pages.load(folder)
+    images.mkdir()
+    (images / "old-light.png").touch()
+    drawn = pages.draw(sources, images)
+    page = pages.page(sources)
+    assert set(re.findall(r'="img/([^"]+)"', page)) == {path.name for path in images.glob("*.png")}
+    assert {path.name for path in drawn} == {path.name for path in images.glob("*.png")}
+    assert all(path.stat().st_size < 100_000 for path in drawn)
+    assert "run it" in page
+    assert "- `quack`: not here" in page
+    assert "| `flce` | headmux-torch | 50.0 | 40.0-60.0 |" in page
+    assert "**`headmux-triton`** | 41.78 | 1.020 | 51 |" in pages.summary(sources)
+    before = pages.digest(sources)
+    assert pages.digest(pages.load(folder)) == before
+    new = Results({"device": "D", "driver": "1", "time": "zz"}, folder / "new.json")
+    new.put(dataclasses.replace(next(r for r in results.records if r.n == 4096), ms=44.0, ratio=1.07))
+    after = pages.load(folder)
+    assert pages.digest(after) != before
+    assert "**`headmux-triton`** | 44 | 1.070 |" in pages.summary(after)
+    assert pages.summary([]).startswith("Nothing has been measured")
+
+
+def test_commands_lose_the_folders_of_their_outputs():
+    line = "python -m headmux.bench flce --shape 1,2,3 --json /a/b/c.json --plot x/y"
+    assert command(line) == "python -m headmux.bench flce --shape 1,2,3 --json c.json --plot y"
+
+
 def test_pictures_are_drawn_for_light_and_dark_pages(results, tmp_path, capsys):
     pytest.importorskip("matplotlib")
     assert main(["plot", str(results.path), "--out", str(tmp_path / "p")]) == 0
@@ -293,6 +361,39 @@ def test_pictures_are_drawn_for_light_and_dark_pages(results, tmp_path, capsys):
         for theme in ("light", "dark"):
             (one,) = [w for w in written if w.endswith(f"-{kind}-{theme}.png")]
             assert Path(one).stat().st_size > 5000
+
+
+def test_names_of_lines_are_moved_apart():
+    assert labels._apart([10.0, 50.0, 90.0], 12.0, 0.0, 100.0) == [10.0, 50.0, 90.0]
+    for heights in ([50.0] * 5, [0.0, 1.0, 2.0, 99.0, 100.0], [100.0] * 8):
+        found = labels._apart(sorted(heights), 12.0, 0.0, 100.0)
+        assert all(b - a > 11.5 for a, b in itertools.pairwise(found))
+        assert min(found) >= 0
+        assert max(found) <= 100
+
+
+def test_names_of_points_cover_no_other_names():
+    figure = pytest.importorskip("matplotlib.figure").Figure(figsize=(8.0, 5.0))
+    axes = figure.add_axes((0.1, 0.1, 0.8, 0.8))
+    axes.set_xlim(0, 10)
+    axes.set_ylim(0, 10)
+    place = random.Random(0)
+    points = [(5 + place.gauss(0, 1.5), 5 + place.gauss(0, 1.0), f"headmux-{i}", f"C{i}") for i in range(10)]
+    labels.label_points(axes, points, [], [])
+    pytest.importorskip("matplotlib.backends.backend_agg").FigureCanvasAgg(figure).draw()
+    boxes = [text.get_window_extent() for text in figure.texts]
+    assert len(boxes) == len(points)
+    assert not [(a, b) for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
+
+
+def test_points_of_a_family_on_each_other_share_a_name():
+    points = [((0.0, 0.0), "a-b", "red"), ((1.0, 0.0), "a", "red"), ((1.0, 0.0), "b", "blue")]
+    points.append(((50.0, 0.0), "a-c", "red"))
+    assert [text for _, text, _ in labels._groups(points, 8)] == ["a, -b", "b", "a-c"]
+
+
+def test_front_has_no_point_below_and_left_of_it():
+    assert plots._front([(3.0, 1.0), (1.0, 5.0), (2.0, 6.0)], 9.0) == [(1.0, 5.0), (3.0, 5.0), (3.0, 1.0), (9.0, 1.0)]
 
 
 def test_peak_memory_counts_what_is_held_at_once():

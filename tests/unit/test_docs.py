@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_support_tables_are_up_to_date() -> None:
+def test_generated_parts_are_up_to_date() -> None:
     words = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -28,6 +28,12 @@ def test_support_tables_are_up_to_date() -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_links(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+?)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_pictures_exist(page: Path) -> None:
+    for target in re.findall(r'(?:src|srcset)="([^"]+)"', page.read_text()):
         assert (page.parent / target).exists(), target
 
 
