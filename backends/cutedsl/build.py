@@ -1,0 +1,165 @@
+"""Kernels built once a configuration: kept in memory, and on disk for later processes.
+
+The folder is ``$HEADMUX_CACHE_DIR``, or ``headmux`` in the user's cache folder. An entry's name is a digest of
+everything that changes the machine code: these sources, the compiler's and the loader's versions, the architecture
+and the configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import os
+import platform
+import tempfile
+import threading
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headmux.backends.common.head import MASKED
+from headmux.backends.cutedsl.schedule import COLUMN
+
+ARCHITECTURE = "sm_90a"
+VARIABLE = "HEADMUX_CACHE_DIR"
+_NAME = "headmux_forward"
+
+_kernels: dict[Config, Callable[..., None]] = {}
+_lock = threading.Lock()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """What the machine code depends on.
+
+    Attributes:
+        dtype: torch.bfloat16 or torch.float16, of states and weight.
+        bias: Add a bias.
+        softcap: Bound the logits.
+        entropy: Also return the entropy.
+        per_token: The factor of the logits is one per token.
+    """
+
+    dtype: torch.dtype
+    bias: bool = False
+    softcap: bool = False
+    entropy: bool = False
+    per_token: bool = False
+
+
+def kernel(config: Config) -> Callable[..., None]:
+    """The compiled forward of a configuration.
+
+    Raises:
+        RuntimeError: It would have to be built or loaded while a CUDA graph is captured.
+    """
+    found = _kernels.get(config)
+    if found is None:
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"the cutedsl kernel of {config} is not loaded yet, and cannot be while a CUDA graph is captured: "
+                "make the same call once before the capture"
+            )
+        with _lock:
+            found = _kernels.get(config)
+            if found is None:
+                found = _kernels[config] = _loaded(config)
+    return found
+
+
+def compiled(config: Config, options: str = "") -> Any:
+    """Trace and compile the forward of a configuration, for a GPU that need not be there."""
+    import cutlass
+    from cutlass import Float32, Int32, Int64, cute
+
+    from headmux.backends.cutedsl.forward import Forward
+
+    dtype = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[config.dtype]
+    tokens, classes, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def matrix(rows: Any) -> Any:
+        stride = (cute.sym_int64(divisibility=8), 1)
+        return cute.runtime.make_fake_tensor(dtype, (rows, hidden), stride, assumed_align=16)
+
+    def vector(kind: type, size: Any, given: bool = True) -> Any:
+        return cute.runtime.make_fake_compact_tensor(kind, (size,), assumed_align=kind.width // 8) if given else None
+
+    partials = cute.runtime.make_fake_compact_tensor(
+        Float32, (3 if config.entropy else 2, tokens, cute.sym_int()), stride_order=(2, 1, 0)
+    )
+    options_of = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "dtype"}
+    return cute.compile(
+        Forward(dtype, **options_of),
+        matrix(tokens),
+        matrix(classes),
+        vector(Float32, cute.sym_int(divisibility=COLUMN), config.bias),
+        vector(Int64, tokens),
+        vector(Float32, tokens, config.per_token),
+        partials,
+        vector(Float32, tokens),
+        vector(Float32, tokens),
+        vector(Float32, tokens, config.entropy),
+        *[Float32(1.0)] * 2,
+        *[Int32(1)] * 4,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}",
+    )
+
+
+def _loaded(config: Config) -> Callable[..., None]:
+    try:
+        path = _folder() / f"{_digest(config)}.o"
+        if path.exists():
+            with contextlib.suppress(Exception):  # a damaged entry is built anew
+                return _load(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, config)
+    except OSError:  # no folder to write to
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "kernel.o"
+            _write(path, config)
+            return _load(path)
+    return _load(path)
+
+
+def _write(path: Path, config: Config) -> None:
+    """Build into a file that appears whole or not at all."""
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        part = Path(folder) / path.name
+        compiled(config).export_to_c(str(part), function_name=_NAME)
+        os.replace(part, path)
+
+
+def _load(path: Path) -> Callable[..., None]:
+    from cutlass import cute
+
+    found: Callable[..., None] = getattr(cute.runtime.load_module(str(path), enable_tvm_ffi=True), _NAME)
+    return found
+
+
+def _folder() -> Path:
+    named = os.environ.get(VARIABLE, "").strip()
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headmux"
+
+
+def _digest(config: Config) -> str:
+    return hashlib.sha256(f"{_fingerprint()} {config}".encode()).hexdigest()[:32]
+
+
+@functools.cache
+def _fingerprint() -> str:
+    import cutlass
+
+    sources = [p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))]
+    facts = (
+        MASKED, ARCHITECTURE, platform.machine(), str(cutlass.CUDA_VERSION),
+        version("nvidia-cutlass-dsl"), version("apache-tvm-ffi"),
+    )
+    return hashlib.sha256(b"\0".join([*sources, repr(facts).encode()])).hexdigest()

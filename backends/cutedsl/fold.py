@@ -1,0 +1,174 @@
+"""What becomes of logits in registers: transformed, looked at for the label, folded into statistics of their token."""
+
+import math
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr, range_constexpr
+
+from headmux.backends.common.head import MASKED
+from headmux.backends.cutedsl import scalars
+from headmux.backends.cutedsl.schedule import COLUMN
+
+_WARP = 32
+_LN2 = math.log(2.0)
+
+
+class _Row(NamedTuple):
+    """A row of a thread: its token, whether that exists, its label and factor, and the statistics so far."""
+
+    token: Int32
+    there: cutlass.Boolean
+    label: Int32
+    scale: Float32
+    top: Float32
+    total: Float32
+    moment: Float32
+
+
+class Fold:
+    """The epilogue of one configuration, and how slots become results. Attributes are those of ``Forward``."""
+
+    def __init__(self, *, bias: bool, softcap: bool, entropy: bool, per_token: bool):
+        self.bias, self.softcap, self.entropy, self.per_token = bias, softcap, entropy, per_token
+
+    @cute.jit
+    def rows(
+        self,
+        first: Int32,
+        slot: Int32,
+        fresh: cutlass.Boolean,
+        label: cute.Tensor,
+        factors: cute.Tensor | None,
+        factor: Float32,
+        partials: cute.Tensor,
+    ):
+        """The two rows of a thread, 8 apart, of the 16 from ``first`` on. Four neighbouring threads share them."""
+        lane = cute.arch.lane_idx()
+        found = []
+        for r in range_constexpr(2):
+            token = first + lane // 4 + 8 * r
+            there = token < label.shape[0]
+            mark, scale = Int32(-1), factor
+            if there:
+                mark = Int32(label[token])
+                if const_expr(self.per_token):
+                    scale = factors[token]
+            top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
+            if lane % 4 == 0 and there and not fresh:
+                top, total = partials[0, token, slot], partials[1, token, slot]
+                if const_expr(self.entropy):
+                    moment = partials[2, token, slot]
+            found.append(_Row(token, there, mark, scale, top, total, moment))
+        return tuple(found)
+
+    @cute.jit
+    def fold(
+        self,
+        z: cute.Tensor,  # (2, 2, 32): neighbouring columns, the two rows, columns 8 apart
+        rows: tuple,
+        slot: Int32,
+        bias: cute.Tensor | None,
+        partials: cute.Tensor,
+        label_logit: cute.Tensor,
+        inner: Float32,
+        column: Int32,
+        vocabulary: Int32,
+    ):
+        """Fold the 2 x 64 products of a thread, of a tile that starts at ``column``, into its rows' slots."""
+        lane = cute.arch.lane_idx()
+        first = column + 2 * (lane % 4)
+        pairs = cute.size(z, mode=[2])
+        scales = [row.scale for row in rows]
+        if const_expr(self.bias or self.softcap):
+            for j in range_constexpr(pairs):
+                for q in range_constexpr(2):
+                    shift = Float32(0.0)
+                    if const_expr(self.bias):
+                        shift = bias[first + 8 * j + q]
+                    for r in range_constexpr(2):
+                        y = cute.math.fma(z[q, r, j], inner, shift)
+                        if const_expr(self.softcap):  # tanh(a) = 1 - 2 / (1 + e^2a)
+                            y = cute.math.fma(Float32(-2.0), cute.arch.rcp_approx(1.0 + scalars.exp2(y)), Float32(1.0))
+                        else:
+                            y = y * scales[r]
+                        z[q, r, j] = y
+            if const_expr(not self.softcap):  # then z - top is exact, however large a masked logit
+                scales = [Float32(1.0)] * 2
+        if column + COLUMN > vocabulary:
+            for j in range_constexpr(pairs):
+                for q in range_constexpr(2):
+                    if first + 8 * j + q >= vocabulary:
+                        for r in range_constexpr(2):
+                            z[q, r, j] = Float32(MASKED)
+
+        for r in range_constexpr(2):
+            row, scale = rows[r], scales[r]
+            mark = row.label - first
+            if mark >= 0 and mark < COLUMN and mark % 8 < 2:
+                found = Float32(0.0)
+                for j in range_constexpr(pairs):
+                    for q in range_constexpr(2):
+                        if mark == 8 * j + q:
+                            found = z[q, r, j]
+                label_logit[row.token] = found * scale * _LN2
+
+            most = [z[q, r, 0] for q in range(2)] + [z[q, r, 1] for q in range(2)]
+            for j in range_constexpr(2, pairs):
+                for q in range_constexpr(2):
+                    chain = 2 * (j % 2) + q
+                    most[chain] = cute.arch.fmax(most[chain], z[q, r, j])
+            top = cute.arch.fmax(cute.arch.fmax(most[0], most[1]), cute.arch.fmax(most[2], most[3]))
+            for i in range_constexpr(2):
+                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+            top = cute.arch.fmax(top * scale, Float32(scalars.LOWEST))
+
+            totals, moments = [Float32(0.0)] * 4, [Float32(0.0)] * 4
+            for j in range_constexpr(pairs):
+                for q in range_constexpr(2):
+                    chain = 2 * (j % 2) + q
+                    x = cute.math.fma(z[q, r, j], scale, -top)
+                    e = scalars.exp2(x)
+                    totals[chain] = totals[chain] + e
+                    if const_expr(self.entropy):
+                        x = cute.arch.fmax(x, Float32(scalars.UNDERFLOWN))
+                        moments[chain] = cute.math.fma(e, x, moments[chain])
+            total = (totals[0] + totals[1]) + (totals[2] + totals[3])
+            moment = (moments[0] + moments[1]) + (moments[2] + moments[3])
+            for i in range_constexpr(2):
+                total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
+                if const_expr(self.entropy):
+                    moment = moment + cute.arch.shuffle_sync_bfly(moment, offset=1 << i)
+
+            top, total, moment = scalars.combine(
+                row.top, row.total, row.moment, top, total, moment, self.entropy
+            )
+            if lane % 4 == 0 and row.there:
+                partials[0, row.token, slot] = top
+                partials[1, row.token, slot] = total
+                if const_expr(self.entropy):
+                    partials[2, row.token, slot] = moment
+
+    @cute.jit
+    def merge(
+        self, token: Int32, slots: Int32, partials: cute.Tensor, lse: cute.Tensor, entropy: cute.Tensor | None
+    ):
+        """Logsumexp and entropy of a token, by a warp, from its slots."""
+        lane = cute.arch.lane_idx()
+        top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
+        for slot in cutlass.range(lane, slots, _WARP, unroll=1):
+            more = Float32(0.0)
+            if const_expr(self.entropy):
+                more = partials[2, token, slot]
+            top, total, moment = scalars.combine(
+                top, total, moment, partials[0, token, slot], partials[1, token, slot], more, self.entropy
+            )
+        for i in range_constexpr(5):
+            other = [cute.arch.shuffle_sync_bfly(v, offset=1 << i) for v in (top, total, moment)]
+            top, total, moment = scalars.combine(top, total, moment, *other, self.entropy)
+        if lane == 0:
+            bits = cute.math.log2(total)
+            lse[token] = (top + bits) * _LN2
+            if const_expr(self.entropy):
+                entropy[token] = (bits - moment / total) * _LN2

@@ -1,0 +1,261 @@
+"""Logsumexp, label logit and entropy of a linear head's logits, which are never written: the kernels.
+
+A GEMM of 128 x 256 tiles, persistent and warp-specialised: one warp brings tiles in by TMA, the weight's by multicast
+to both thread blocks of a cluster, and two warpgroups multiply 64 tokens each by WGMMA. A warpgroup reduces its logits
+in registers, row by row, and folds them into a slot of ``partials`` that only its cluster uses. A second kernel merges
+the slots of each token.
+"""
+
+import cutlass
+import cutlass.cute as cute
+import cutlass.utils.hopper_helpers as sm90
+from cuda.bindings.driver import CUstream
+from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass.cute.nvgpu import cpasync, warpgroup
+
+from headmux.backends.cutedsl import scalars
+from headmux.backends.cutedsl.fold import Fold
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
+
+_DEPTH = 64  # hidden features of a stage: 128 bytes, the widest swizzle
+_STAGES = 4
+_WARP, _WARPGROUP = 32, 128
+_CONSUMERS = TOKENS // 64
+_THREADS = (1 + _CONSUMERS) * _WARPGROUP
+_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+_MERGE_WARPS = 4
+
+
+class Forward:
+    """One configuration of the forward.
+
+    Args:
+        dtype: cutlass.BFloat16 or cutlass.Float16, of states and weight.
+        bias: Add a bias.
+        softcap: Bound the logits.
+        entropy: Also sum what the entropy needs.
+        per_token: The factor of the logits is one per token.
+    """
+
+    def __init__(self, dtype: type, *, bias: bool, softcap: bool, entropy: bool, per_token: bool):
+        self.dtype = dtype
+        self.fold = Fold(bias=bias, softcap=softcap, entropy=entropy, per_token=per_token)
+
+    @cute.jit
+    def __call__(
+        self,
+        states: cute.Tensor,  # [N, H]
+        weight: cute.Tensor,  # [V, H]
+        bias: cute.Tensor | None,  # [V, rounded up to whole tiles] fp32, times ``inner``
+        label: cute.Tensor,  # [N] int64 in [0, V)
+        factors: cute.Tensor | None,  # [N] fp32
+        partials: cute.Tensor,  # [2 or 3, N, slots] fp32
+        label_logit: cute.Tensor,  # [N] fp32
+        lse: cute.Tensor,  # [N] fp32
+        entropy: cute.Tensor | None,  # [N] fp32
+        inner: Float32,
+        factor: Float32,
+        group: Int32,
+        period: Int32,
+        last_period: Int32,
+        clusters: Int32,
+        stream: CUstream,
+    ):
+        """Launch both kernels.
+
+        The exponents whose powers of 2 are summed are ``factor * (inner * product + bias)`` or, with a softcap,
+        ``factor * (1 - 2 / (1 + 2 ** (inner * product + bias)))``. ``factor`` is above 0.
+        """
+        mma = sm90.make_trivial_tiled_mma(
+            self.dtype,
+            self.dtype,
+            warpgroup.OperandMajorMode.K,
+            warpgroup.OperandMajorMode.K,
+            Float32,
+            (_CONSUMERS, 1, 1),
+            tiler_mn=(64, COLUMN),
+        )
+        layout_a, layout_b = (_stages(self.dtype, rows) for rows in (TOKENS, COLUMN))
+        one_stage = (None, None, 0)
+        atom_a, states_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), states, cute.slice_(layout_a, one_stage), (TOKENS, _DEPTH)
+        )
+        atom_b, weight_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SMulticastOp(),
+            weight,
+            cute.slice_(layout_b, one_stage),
+            (COLUMN, _DEPTH),
+            num_multicast=CLUSTER,
+        )
+        blocks = cute.ceil_div(states.shape[0], CLUSTER * TOKENS)
+        self.logits(
+            mma, atom_a, states_tma, atom_b, weight_tma, layout_a, layout_b, bias, label, factors, partials,
+            label_logit, inner, factor, blocks, group, period, last_period,
+        ).launch(
+            grid=[clusters * CLUSTER, 1, 1],
+            block=[_THREADS, 1, 1],
+            cluster=[CLUSTER, 1, 1],
+            min_blocks_per_mp=1,
+            stream=stream,
+        )
+        columns = cute.ceil_div(weight.shape[0], COLUMN)
+        self.merge(partials, lse, entropy, blocks, columns, group, period, last_period).launch(
+            grid=[cute.ceil_div(states.shape[0], _MERGE_WARPS), 1, 1],
+            block=[_MERGE_WARPS * _WARP, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def logits(
+        self,
+        mma: cute.TiledMma,
+        atom_a: cute.CopyAtom,
+        states: cute.Tensor,
+        atom_b: cute.CopyAtom,
+        weight: cute.Tensor,
+        layout_a: cute.ComposedLayout,
+        layout_b: cute.ComposedLayout,
+        bias: cute.Tensor | None,
+        label: cute.Tensor,
+        factors: cute.Tensor | None,
+        partials: cute.Tensor,
+        label_logit: cute.Tensor,
+        inner: Float32,
+        factor: Float32,
+        blocks: Int32,
+        group: Int32,
+        period: Int32,
+        last_period: Int32,
+    ):
+        """Statistics of each token's logits, by slots."""
+        thread, _, _ = cute.arch.thread_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
+        cluster = cute.arch.block_idx()[0] // CLUSTER
+        clusters = cute.arch.grid_dim()[0] // CLUSTER
+        columns = cute.ceil_div(weight.shape[0], COLUMN)
+        tiles = blocks * columns
+
+        if warp == 0:
+            cpasync.prefetch_descriptor(atom_a)
+            cpasync.prefetch_descriptor(atom_b)
+
+        @cute.struct
+        class Shared:
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * _STAGES]
+            a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
+            b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
+
+        shared = getattr(cutlass, "memory", cutlass.utils).SmemAllocator().allocate(Shared)
+        shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
+        shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        cta_layout = cute.make_layout((1, CLUSTER, 1, 1))
+        loads = pipeline.PipelineTmaAsync.create(
+            barrier_storage=shared.barriers.data_ptr(),
+            num_stages=_STAGES,
+            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+            # a stage is free once every consumer warp of both blocks has read its half of the shared weight tile
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * _CONSUMERS * 4),
+            tx_count=(TOKENS + COLUMN) * _DEPTH * self.dtype.width // 8,
+            cta_layout_vmnk=cta_layout,
+            defer_sync=True,
+        )
+        pipeline.pipeline_init_arrive(cluster_shape_mn=cute.make_layout((CLUSTER, 1)), is_relaxed=True)
+
+        # (rows, depth, row tiles, depth tiles)
+        tiles_a = cute.local_tile(states, (TOKENS, _DEPTH), (None, None))
+        tiles_b = cute.local_tile(weight, (COLUMN, _DEPTH), (None, None))
+        depth = cute.size(tiles_a, mode=[3])
+        pipeline.pipeline_init_wait(cluster_shape_mn=cute.make_layout((CLUSTER, 1)))
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+        if warp == 0:
+            to_a, from_a = cpasync.tma_partition(
+                atom_a, 0, cute.make_layout(1), cute.group_modes(shared_a, 0, 2), cute.group_modes(tiles_a, 0, 2)
+            )
+            to_b, from_b = cpasync.tma_partition(
+                atom_b, rank, cute.make_layout(CLUSTER), cute.group_modes(shared_b, 0, 2),
+                cute.group_modes(tiles_b, 0, 2),
+            )
+            everyone = cutlass.Int16((1 << CLUSTER) - 1)
+            filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _STAGES)
+            for number in cutlass.range(cluster, tiles, clusters, unroll=1):
+                block, column = scalars.tile_at(number, blocks, columns, group)
+                row_a, row_b = from_a[(None, block * CLUSTER + rank, None)], from_b[(None, column, None)]
+                for k in cutlass.range(depth, unroll=1):
+                    loads.producer_acquire(filled)
+                    barrier = loads.producer_get_barrier(filled)
+                    cute.copy(atom_a, row_a[(None, k)], to_a[(None, filled.index)], tma_bar_ptr=barrier)
+                    cute.copy(
+                        atom_b, row_b[(None, k)], to_b[(None, filled.index)], tma_bar_ptr=barrier, mcast_mask=everyone
+                    )
+                    filled.advance()
+            loads.producer_tail(filled)
+
+        if warp >= 4:
+            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
+            consumer = cute.arch.make_warp_uniform(thread // _WARPGROUP - 1)
+            part = mma.get_slice(cute.make_layout(_CONSUMERS, stride=_WARPGROUP)(consumer))
+            operand_a = mma.make_fragment_A(part.partition_A(shared_a))
+            operand_b = mma.make_fragment_B(part.partition_B(shared_b))
+            accumulator = cute.make_rmem_tensor(mma.partition_shape_C((TOKENS, COLUMN)), Float32)
+            ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _STAGES)
+            done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _STAGES)
+            for number in cutlass.range(cluster, tiles, clusters, unroll=1):
+                block, column = scalars.tile_at(number, blocks, columns, group)
+                period_here = scalars.period_of(block, blocks, group, period, last_period)
+                slot, fresh = column % period_here, column < period_here
+                first_row = (block * CLUSTER + rank) * TOKENS + consumer * 64 + warp % 4 * 16
+                # read before the products, so that nothing waits for it after them
+                rows = self.fold.rows(first_row, slot, fresh, label, factors, factor, partials)
+                loads.consumer_wait(ready)
+                warpgroup.fence()
+                for i in range_constexpr(_DEPTH // 16):
+                    mma.set(warpgroup.Field.ACCUMULATE, i > 0)
+                    at = (None, None, i, ready.index)
+                    cute.gemm(mma, accumulator, operand_a[at], operand_b[at], accumulator)
+                warpgroup.commit_group()
+                ready.advance()
+                for _ in cutlass.range(1, depth, unroll=1):
+                    loads.consumer_wait(ready)
+                    for i in range_constexpr(_DEPTH // 16):
+                        at = (None, None, i, ready.index)
+                        cute.gemm(mma, accumulator, operand_a[at], operand_b[at], accumulator)
+                    warpgroup.commit_group()
+                    ready.advance()
+                    warpgroup.wait_group(1)
+                    loads.consumer_release(done)
+                    done.advance()
+                warpgroup.wait_group(0)
+                loads.consumer_release(done)
+                done.advance()
+                z = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, COLUMN // 8)))
+                self.fold.fold(z, rows, slot, bias, partials, label_logit, inner, column * COLUMN, weight.shape[0])
+
+    @cute.kernel
+    def merge(
+        self,
+        partials: cute.Tensor,
+        lse: cute.Tensor,
+        entropy: cute.Tensor | None,
+        blocks: Int32,
+        columns: Int32,
+        group: Int32,
+        period: Int32,
+        last_period: Int32,
+    ):
+        """Logsumexp and entropy of a token by a warp, from its slots."""
+        row = cute.arch.block_idx()[0] * _MERGE_WARPS + cute.arch.warp_idx()
+        if row < lse.shape[0]:
+            slots = scalars.period_of(row // (CLUSTER * TOKENS), blocks, group, period, last_period)
+            if slots > columns:
+                slots = columns
+            self.fold.merge(row, slots, partials, lse, entropy)
+
+
+def _stages(dtype, rows):
+    """Layout of all stages of a tile in shared memory."""
+    kind = sm90.get_smem_layout_atom(cutlass.utils.LayoutEnum.ROW_MAJOR, dtype, _DEPTH)
+    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    return cute.tile_to_shape(atom, (rows, _DEPTH, _STAGES), order=(0, 1, 2))

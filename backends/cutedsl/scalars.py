@@ -1,0 +1,57 @@
+"""Scalar arithmetic of the kernels. Without a launch in them, these functions run on a CPU too."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+LOWEST = -3.0e38
+"""Largest exponent of no logits: below every logit, and finite, so that differences are never NaN."""
+
+UNDERFLOWN = -1.0e4
+"""An exponent whose power is 0, to multiply a power with."""
+
+
+@cute.jit
+def exp2(x: Float32) -> Float32:
+    """2^x by the special-function unit."""
+    return cute.math.exp2(x, fastmath=True)
+
+
+@cute.jit
+def tile_at(number: Int32, blocks: Int32, columns: Int32, group: Int32):
+    """Token block and column of a tile, see headmux.backends.cutedsl.schedule."""
+    per_group = group * columns
+    first = number // per_group * group
+    height = blocks - first
+    if height > group:
+        height = group
+    rest = number % per_group
+    return first + rest % height, rest // height
+
+
+@cute.jit
+def period_of(block: Int32, blocks: Int32, group: Int32, period: Int32, last_period: Int32):
+    """The period of a token block's group."""
+    found = period
+    if block >= (blocks - 1) // group * group:
+        found = last_period
+    return found
+
+
+@cute.jit
+def combine(
+    top: Float32, total: Float32, moment: Float32, top2: Float32, total2: Float32, moment2: Float32,
+    entropy: cutlass.Constexpr,
+):
+    """Statistics of two sets of logits together.
+
+    ``top`` is the largest exponent x, ``total`` the sum of 2^(x - top), ``moment`` that of 2^(x - top) * (x - top).
+    """
+    most = cute.arch.fmax(top, top2)
+    down, down2 = top - most, top2 - most
+    factor, factor2 = exp2(down), exp2(down2)
+    if cutlass.const_expr(entropy):
+        moment = moment + total * cute.arch.fmax(down, Float32(UNDERFLOWN))
+        moment2 = moment2 + total2 * cute.arch.fmax(down2, Float32(UNDERFLOWN))
+        moment = moment * factor + moment2 * factor2
+    return most, total * factor + total2 * factor2, moment

@@ -1,0 +1,95 @@
+"""Statistics of a head's logits from the kernels: scalars, buffers and the launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from headmux.backends.common.head import MASKED
+from headmux.backends.common.softmax import Statistics
+from headmux.backends.cutedsl.build import Config, kernel
+from headmux.backends.cutedsl.schedule import COLUMN, Schedule
+
+_LOG2E = math.log2(math.e)
+_ALIGNED = 16  # bytes, of rows that TMA reads
+
+
+def statistics(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    index: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    temperature: float | Tensor = 1.0,
+    entropy: bool = False,
+) -> Statistics:
+    """Logsumexp, label logit and, if asked for, entropy of each token.
+
+    Args:
+        input: [N, H] bf16 or fp16; copied if its rows are not aligned.
+        weight: [V, H], of the same dtype; copied if its rows are not aligned.
+        bias: [V] or None.
+        index: [N] int64 in [0, V).
+        scale: Factor of the logits.
+        softcap: Bound of the scaled logits, or None.
+        temperature: Divisor of what comes out, a number or [N].
+        entropy: Also return the entropy.
+    """
+    tokens, hidden = input.shape
+    vocabulary = weight.shape[0]
+
+    def per_token() -> Tensor:
+        return input.new_empty(tokens, dtype=torch.float32)
+
+    found = Statistics(per_token(), per_token(), per_token() if entropy else None, None, None)
+    if tokens == 0:
+        return found
+    inner, outer = _factors(scale, softcap, bias is not None)
+    if bias is not None:
+        bias = bias.to(torch.float32).clamp(min=MASKED) * inner
+    elif softcap is None and inner != 1.0:
+        bias = input.new_zeros(vocabulary, dtype=torch.float32)
+    if bias is not None:
+        bias = torch.nn.functional.pad(bias, (0, -vocabulary % COLUMN))
+    factors = outer * _LOG2E / temperature
+    one, each = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
+    schedule = Schedule.of(tokens, vocabulary, hidden, _multiprocessors(input.device.index))
+    partials = input.new_empty((3 if entropy else 2, tokens, schedule.slots), dtype=torch.float32)
+    run = kernel(Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None))
+    with torch.cuda.device(input.device):
+        run(
+            _aligned(input), _aligned(weight), bias, index.contiguous(), each, partials, found.target_logit, found.lse,
+            found.entropy, inner, one, schedule.group, *schedule.periods, schedule.clusters,
+        )
+    return found
+
+
+def _factors(scale: float, softcap: float | None, bias: bool) -> tuple[float, float]:
+    """What products are multiplied with inside, before bias and softcap, and what the result is multiplied with.
+
+    The kernel's softcap is tanh of half its argument's power of e, taken as a power of 2. Its factor outside must be
+    above 0, since it looks for the largest logit before.
+    """
+    if softcap is not None:
+        return 2 * _LOG2E * scale / softcap, softcap
+    return (scale, 1.0) if bias or scale < 0 else (1.0, scale)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The matrix, or a copy, with rows of neighbouring elements that start at multiples of 16 bytes."""
+    step = _ALIGNED // rows.itemsize
+    strides = rows.stride()
+    whole = strides[1] == 1 and strides[0] >= rows.shape[1] and strides[0] % step == 0
+    if whole and rows.data_ptr() % _ALIGNED == 0:
+        return rows
+    return rows.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
