@@ -131,8 +131,8 @@ def _measure(options: argparse.Namespace, words: list[str]) -> int:
     if named:
         parts += preset.parts[options.op]
     device = _device(options.device)
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
+    if threads := options.threads or (preset.threads if named else None):
+        torch.set_num_threads(threads)
     default = preset.dtype if named else ("bfloat16" if device.type == "cuda" else "float32")
     dtypes = _dtypes(options.dtype or default)
     seconds = options.seconds or (preset.seconds if named else 60.0)

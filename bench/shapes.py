@@ -116,6 +116,7 @@ class Preset:
         seconds: Default time for the rounds of one shape.
         what: One line for ``--help``.
         impl: Default backends; None for all.
+        threads: Threads on a CPU; None for as many as PyTorch takes.
     """
 
     parts: dict[str, tuple[Part, ...]]
@@ -123,6 +124,7 @@ class Preset:
     seconds: float
     what: str
     impl: str | None = None
+    threads: int | None = None
 
 
 def _every(*parts: Part) -> dict[str, tuple[Part, ...]]:
@@ -148,11 +150,12 @@ _VARIANTS["linear_logp"] = (Part(_MEDIUM, ("scaled", "half", "trained")),)
 
 PRESETS = {
     "seeds": Preset(_SEEDS, "bfloat16", 12.0, "the published shapes; torch.compile at 4096 tokens only"),
-    "models": Preset(_every(Part(_MODELS)), "bfloat16", 10.0, "heads of real models at 4096 tokens"),
+    "models": Preset(_every(Part(_MODELS)), "bfloat16", 8.0, "heads of real models at 4096 tokens"),
     "variants": Preset(_VARIANTS, "bfloat16", 8.0, "other upstreams, ignored tokens and trained data at 4096 tokens"),
     "fp32": Preset(_every(Part((_SMALL[0], *_MEDIUM))), "float32", 15.0, "fp32 inputs"),
     "quick": Preset(
-        _every(Part((Shape(128, 64, 1000), Shape(256, 64, 1000)))), "float32", 1.0, "tiny, under a minute on a CPU"
+        _every(Part((Shape(128, 64, 1000), Shape(256, 64, 1000)))), "float32", 1.0, "tiny, under a minute on a CPU",
+        threads=1,  # with more, what others run on the same cores would decide the times of so small products
     ),
     "cpu": Preset(
         {

@@ -363,6 +363,15 @@ def test_pictures_are_drawn_for_light_and_dark_pages(results, tmp_path, capsys):
             assert Path(one).stat().st_size > 5000
 
 
+def test_a_run_draws_its_pictures(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    words = ["flce", "--shape", "16,16,64", "32,16,64", "--impl", "torch", "--peers", "pytorch", "--device", "cpu",
+             "--seconds", "0.05", "--quiet", "--plot", str(tmp_path)]
+    assert main(words) == 0
+    kinds = {path.name.split("-")[-2] for path in tmp_path.glob("flce-v64-h16-float32-*.png")}
+    assert kinds == {"time", "ratio", "memory"}
+
+
 def test_names_of_lines_are_moved_apart():
     assert labels._apart([10.0, 50.0, 90.0], 12.0, 0.0, 100.0) == [10.0, 50.0, 90.0]
     for heights in ([50.0] * 5, [0.0, 1.0, 2.0, 99.0, 100.0], [100.0] * 8):
