@@ -73,24 +73,35 @@ def _lookup(pairs: Pairs, key: str) -> Any:
     return None
 
 
+Rows = tuple["Tensor | None", ...]
+
 Requirement = Callable[[Call], "str | None"]
 """A cheap, deterministic check of a call: a short reason with the offending value and the bound, or None."""
 
 
-@dataclass(frozen=True, slots=True)
 class Upstream:
     """The gradient that arrives at an op's outputs.
 
     Attributes:
-        rows: For each output that the forward returned, its gradient per token ([N], fp32; fp64 for fp64 inputs), or
-            None where no gradient arrives. Contiguous, and exactly 0 on ignored tokens.
         scalar: For a reduced loss, the 0-dim gradient of the reduced value, so that
             ``rows[0] == args.row_scale * scalar`` on tokens that count; None for losses per token. A kernel that
             formed its gradients in the forward only multiplies them by this.
     """
 
-    rows: tuple[Tensor | None, ...]
-    scalar: Tensor | None
+    __slots__ = ("_rows", "scalar")
+
+    def __init__(self, rows: Rows | Callable[[], Rows], scalar: Tensor | None) -> None:
+        self._rows = rows
+        self.scalar = scalar
+
+    @property
+    def rows(self) -> Rows:
+        """For each output that the forward returned, its gradient per token ([N], fp32; fp64 for fp64 inputs), or None
+        where no gradient arrives. Contiguous, and exactly 0 on ignored tokens. Formed when it is first asked for.
+        """
+        if callable(self._rows):
+            self._rows = self._rows()
+        return self._rows
 
 
 @dataclass(frozen=True)

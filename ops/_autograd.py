@@ -119,22 +119,25 @@ def _backward(op: Op, args: Any, box: _Box, upstream: Sequence[Tensor | None]) -
 
 
 def _upstream(op: Op, args: Any, given: Sequence[Tensor | None]) -> Upstream:
-    scale, valid = _row_scale(args), op.valid(args)
-    wide = wide_dtype(args.compute_dtype)
+    scale, wide = _row_scale(args), wide_dtype(args.compute_dtype)
     left = iter(given)
-    rows: list[Tensor | None] = []
-    scalar = None
-    for out, there in zip(op.outputs, op.present(args), strict=True):
-        g = next(left) if there else None
-        if g is None or not out.differentiable:
-            rows.append(None)
-            continue
-        g = g.to(wide)
-        if scale is not None and out.reduced:
-            scalar = g
-            g = scale * g
-        rows.append((g if valid is None else torch.where(valid, g, 0.0)).contiguous())
-    return Upstream(tuple(rows), scalar)
+    arrived = [next(left) if there else None for there in op.present(args)]
+    arrived = [
+        None if g is None or not out.differentiable else g.to(wide) for g, out in zip(arrived, op.outputs, strict=True)
+    ]
+
+    def rows() -> Tensors:
+        valid = op.valid(args)
+        found: list[Tensor | None] = []
+        for g, out in zip(arrived, op.outputs, strict=True):
+            if g is not None:
+                g = scale * g if scale is not None and out.reduced else g
+                g = (g if valid is None else torch.where(valid, g, 0.0)).contiguous()
+            found.append(g)
+        return tuple(found)
+
+    reduced = [g for g, out in zip(arrived, op.outputs, strict=True) if g is not None and out.reduced]
+    return Upstream(rows, reduced[-1] if scale is not None and reduced else None)
 
 
 def _given(values: Tensors) -> list[Tensor]:

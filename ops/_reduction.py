@@ -63,7 +63,9 @@ def row_scale(
         return scale
     if num_items is None:
         count = ones.sum()
-        divisor = count if label_weight is None else torch.where(valid, label_weight.to(dtype), 0.0).sum()
+        if label_weight is None:  # the factors are 0 where nothing counts, whatever they are divided by
+            return scale / count.clamp_(min=1.0)
+        divisor = torch.where(valid, label_weight.to(dtype), 0.0).sum()
     elif isinstance(num_items, Tensor):
         # a 0-dim CPU tensor combines with tensors of any device without a transfer
         here = num_items.device == valid.device or num_items.device.type == "cpu"

@@ -39,7 +39,7 @@ class Chunks:
         held_dtype: torch.dtype,
         plan: Plan,
     ) -> None:
-        self._head, self._needs, self._dtypes, self._held_dtype = head, needs, dtypes, held_dtype
+        self._head, self._dtypes, self._held_dtype = head, dtypes, held_dtype
         self._tokens, self._hidden = head.input.shape
         self._once = accum_dtype is not None
         self.plan = plan
@@ -71,13 +71,21 @@ class Chunks:
             size = piece.stop - piece.start
             yield slice(first + piece.start, first + piece.stop), rows_of(buffer, self.plan.vocabulary, size)
 
-    def gradients(self, fill: Fill) -> tuple[Tensor | None, ...]:
-        """Gradients of input, weight and bias, chunk by chunk."""
-        total, held = self.workspace() if self.inside else (None, None)
-        if total is None and self._needs[1]:
+    def gradients(
+        self, fill: Fill, needs: tuple[bool, ...], inside: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of input, weight and bias, chunk by chunk.
+
+        Args:
+            fill: Leaves a chunk's logit gradient in its place.
+            needs: Which of them are needed.
+            inside: A ``workspace`` that a forward made, or None.
+        """
+        total, held = inside or (self.workspace() if self.inside else (None, None))
+        if total is None and needs[1]:
             shape = (self.plan.vocabulary, self._hidden)
             total = self._head.weight.new_empty(shape, dtype=self._total_dtype)
-        sums = Gradients(self._head, self._needs, self._dtypes, total, self.plan)
+        sums = Gradients(self._head, needs, self._dtypes, total, self.plan)
         places = [] if held is None else [(slice(0, self.inside), held)]
         ready = []
         for tokens, place in (*places, *self.outside(self.inside)):

@@ -98,7 +98,7 @@ class Divergence(ABC):
                 cut = replace(self.plan, chunk=min(self.tokens, held))
                 places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut)
             fill = self._fill(pairs, upstream, losses)
-        gradients = None if places is None else places.gradients(fill)
+        gradients = None if places is None else places.gradients(fill, args.needs)
         loss = torch.cat(losses) if len(losses) > 1 else losses[0]
         loss = loss.to(self.student.wide)
         return loss if self.valid is None else torch.where(self.valid, loss, 0.0), gradients

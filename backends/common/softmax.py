@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.chunks import Chunks
-from headmux.backends.common.head import Gradients, Head
+from headmux.backends.common.head import Head
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan, plan
 
@@ -68,17 +68,6 @@ class Coefficients:
 CoefficientsOf = Callable[[Statistics, slice], Coefficients]
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """Logits that a forward keeps for its backward in the storage of the future grad_weight."""
-
-    places: Chunks
-    total: Tensor
-    held: Tensor
-    state: Any
-    statistics: Statistics
-
-
 class Softmax(ABC):
     """The softmax of a head's logits, for one call.
 
@@ -86,6 +75,7 @@ class Softmax(ABC):
     """
 
     held_dtype: torch.dtype
+    block_dtype: torch.dtype
     copies: int
     block_bytes: int | None = None
 
@@ -98,7 +88,7 @@ class Softmax(ABC):
         dtypes: tuple[torch.dtype, ...],
         accum_dtype: torch.dtype | None,
     ) -> None:
-        self.head, self.labels, self.wanted, self.needs, self.dtypes = head, labels, wanted, needs, dtypes
+        self.head, self.labels, self.wanted = head, labels, wanted
         self.tokens, self.hidden = head.input.shape
         self.vocabulary = head.weight.shape[0]
         self.prepare()
@@ -106,7 +96,7 @@ class Softmax(ABC):
             self.tokens,
             self.vocabulary,
             self.hidden,
-            wide_bytes=head.wide.itemsize,
+            wide_bytes=self.block_dtype.itemsize,
             held_bytes=self.held_dtype.itemsize,
             device_type=head.weight.device.type,
             widened=head.widened,
@@ -114,6 +104,7 @@ class Softmax(ABC):
             block_bytes=self.block_bytes,
         )
         self.places = Chunks(head, needs, dtypes, accum_dtype, self.held_dtype, cut)
+        self._kept: tuple[Tensor, Tensor, Statistics, Any] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -122,7 +113,7 @@ class Softmax(ABC):
 
     @abstractmethod
     def prepare(self) -> None:
-        """Set ``held_dtype``, and ``copies``: how many blocks of wide logits are held at once."""
+        """Set ``held_dtype``, and of how many blocks of logits, ``copies``, of which ``block_dtype`` there is room."""
 
     @abstractmethod
     def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Any]:
@@ -133,38 +124,38 @@ class Softmax(ABC):
         """Turn kept logits [V, n] into the gradient with respect to ``input @ weight.T``, in place."""
 
     @abstractmethod
-    def statistics(self) -> Statistics:
-        """Statistics of every token, nothing kept."""
+    def statistics(self, first: int = 0) -> Statistics | None:
+        """Statistics of the tokens from ``first`` on, nothing kept; None where there are none."""
 
-    def can_keep(self) -> bool:
-        """Whether the forward can keep every token's logits for the backward without memory of its own."""
-        return self.places.inside == self.tokens
+    def keep(self) -> Statistics | None:
+        """Statistics of every token; the logits of those that fit stay inside the future grad_weight. None if none do.
 
-    def keep(self) -> Kept:
-        """Statistics of every token, and their logits inside the future grad_weight."""
+        ``gradients`` then starts from them, once, and forms the others again.
+        """
+        if not self.places.inside:
+            return None
         total, held = self.places.workspace()
-        statistics, state = self.look(slice(0, self.tokens), held)
-        return Kept(self.places, total, held, state, statistics)
+        first, state = self.look(slice(0, self.places.inside), held)
+        self._kept = (total, held, first, state)
+        rest = self.statistics(self.places.inside)
+        return first if rest is None else Statistics.joined([first, rest])
 
-    def finish(self, kept: Kept, coefficients: CoefficientsOf) -> tuple[Tensor | None, ...]:
-        """Gradients from what a forward kept, which is consumed."""
-        every = slice(0, self.tokens)
-        self.places = kept.places  # the blocks in which the logits were kept
-        sums = Gradients(self.head, self.needs, self.dtypes, kept.total, self.plan)
-        self.to_gradient(kept.held, kept.state, kept.statistics, every, coefficients(kept.statistics, every))
-        sums.add([(every, kept.held)], inside=True)
-        return sums.result()
-
-    def gradients(self, coefficients: CoefficientsOf) -> tuple[Statistics, tuple[Tensor | None, ...]]:
-        """Statistics and gradients of every token in one pass over chunks of tokens."""
+    def gradients(
+        self, coefficients: CoefficientsOf, needs: tuple[bool, ...]
+    ) -> tuple[Statistics, tuple[Tensor | None, ...]]:
+        """Statistics and the gradients needed, of every token in one pass over chunks of tokens."""
+        kept, self._kept = self._kept, None
         found = []
 
         def fill(tokens: slice, held: Tensor) -> None:
-            statistics, state = self.look(tokens, held)
+            if kept is not None and held is kept[1]:
+                statistics, state = kept[2:]
+            else:
+                statistics, state = self.look(tokens, held)
             self.to_gradient(held, state, statistics, tokens, coefficients(statistics, tokens))
             found.append(statistics)
 
-        gradients = self.places.gradients(fill)
+        gradients = self.places.gradients(fill, needs, None if kept is None else kept[:2])
         return Statistics.joined(found), gradients
 
 

@@ -26,6 +26,7 @@ class TorchSoftmax(Softmax):
     def prepare(self) -> None:
         """Keep exponentials, but where logits are still needed after an exponential has underflowed."""
         head, wanted = self.head, self.wanted
+        self.block_dtype = head.wide
         # where an exponential underflows the logit is lost, which only a softcap under smoothing would still need
         self._as_logits = head.softcap is not None and wanted.smoothed is not None
         self._plain = head.softcap is None and wanted.smoothed is None
@@ -34,9 +35,9 @@ class TorchSoftmax(Softmax):
         # on a GPU a sum over the block's rows takes two more of it
         self.copies = 3 if self._plain and not wanted.entropy else 5
 
-    def statistics(self) -> Statistics:
-        """Statistics of every token: blocks are dropped once looked at, so the logits are never held."""
-        return self.look(slice(0, self.tokens), None)[0]
+    def statistics(self, first: int = 0) -> Statistics | None:
+        """Blocks are dropped once looked at, so the logits are never held."""
+        return self.look(slice(first, self.tokens), None)[0] if first < self.tokens else None
 
     def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Tensor]:
         """Statistics of these tokens and the largest logit of each block, [blocks, n]."""

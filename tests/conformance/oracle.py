@@ -1,9 +1,10 @@
 """What a result is compared with: a float64 oracle, and a plain PyTorch run in the same dtype that sets the budget.
 
 The oracle is ``op.reference`` in float64, fed the same rounded inputs. The peer is ``op.reference`` in the inputs'
-dtype: fp32 logits of the 16-bit operands, and the logits' gradient rounded to the operands' dtype before its two
-matrix products, as any matrix unit takes it, and before the bias's sum. A result passes when each of its errors is at
-most twice the peer's plus a floor.
+dtype, as a model written in PyTorch runs it: the logits come out of their matrix product in the operands' dtype (but in
+jsd, whose gradient is a difference of near-equal numbers and must not feel that rounding, and where they would overflow
+it) and go on in fp32, and the logits' gradient is rounded to the operands' dtype before its two matrix products and
+before the bias's sum. A result passes when each of its errors is at most twice the peer's plus a floor.
 
 Two errors are measured, over groups of rows: the Euclidean norm of the difference over the whole group, and the largest
 Euclidean norm of a row's. ``grad_weight`` and ``grad_bias`` fall into two groups, classes among the targets and the
@@ -155,7 +156,13 @@ def peer(
 ) -> Result:
     """The problem in plain PyTorch in its own dtypes."""
     wanted = problem.roles if roles is None else roles
-    with _LogitGradients(lambda g: g.to(problem.compute).to(g.dtype)):
+
+    def logits(z: Tensor) -> Tensor:
+        rounded = z.to(problem.compute).to(z.dtype)
+        return torch.where(torch.isinf(rounded), z, rounded)
+
+    kept = None if problem.case.op == "jsd" else logits
+    with _LogitGradients(lambda g: g.to(problem.compute).to(g.dtype), kept):
         return evaluate(
             problem.op.reference,
             _without_context(problem),
@@ -168,6 +175,8 @@ def peer(
 class _LogitGradients(TorchFunctionMode):
     """Hands the gradient that arrives at each matrix product's result, or at that plus a bias, to a hook.
 
+    With ``logits``, a product's result is replaced by that of it.
+
     Attributes:
         probabilities: Softmax of the first logits that are normalised.
     """
@@ -176,9 +185,12 @@ class _LogitGradients(TorchFunctionMode):
     _PRODUCTS = (torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul)
     _SUMS = (torch.Tensor.__add__, torch.Tensor.add)
 
-    def __init__(self, hook: Callable[[Tensor], Tensor | None]) -> None:
+    def __init__(
+        self, hook: Callable[[Tensor], Tensor | None], logits: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         super().__init__()
         self._hook = hook
+        self._logits = logits
         self._product: Tensor | None = None
         self.probabilities: Tensor | None = None
 
@@ -187,6 +199,8 @@ class _LogitGradients(TorchFunctionMode):
         if func in self._NORMALISED and self.probabilities is None:
             self.probabilities = torch.softmax(args[0].detach(), dim=1)
         product = func in self._PRODUCTS
+        if product and self._logits is not None:
+            found = self._logits(found)
         if (product or (func in self._SUMS and args[0] is self._product)) and found.requires_grad:
             found.register_hook(self._hook)
         if product:

@@ -1,0 +1,418 @@
+"""Triton kernels over logits kept token index last, S [V, n] with row stride ``stride``, raw as a matrix product left
+them. A logit is ``_bits`` of its raw value: the head's transform, in units of log 2, so that a softmax needs ``exp2``.
+
+A tile is [rows, BN] with the tokens along a row of S: its rows stay within a thread, and so do all sums over them.
+
+Loads go to fp32 at once and stores round to nearest even in the interpreter too, whose own bf16 arithmetic is wrong and
+whose bf16 stores truncate. Optional pointers and numbers are None where there is none of them.
+"""
+
+from __future__ import annotations
+
+import os
+
+import triton
+import triton.language as tl
+
+_INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LN2 = tl.constexpr(0.6931471805599453)
+_LOWEST = tl.constexpr(-3.0e38)
+_MASKED = tl.constexpr(-1.0e30)
+_NO_INDEX = tl.constexpr(2147483647)
+
+
+@triton.jit
+def _rounded(x, DTYPE: tl.constexpr):
+    """x in a dtype, rounded to nearest even."""
+    if _INTERPRETED and DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+        return tl.where(x == x, nearest, x).to(tl.bfloat16)
+    else:
+        return x.to(DTYPE)
+
+
+@triton.jit
+def _inverse(divisors, inverse, c, here):
+    """1 / temperature of tokens ``c``."""
+    if divisors is None:
+        return inverse
+    else:
+        return 1.0 / tl.load(divisors + c, mask=here, other=1.0)
+
+
+@triton.jit
+def _bias(bias, row, mask):
+    """The bias of classes ``row``; one of -inf masks a class, and stays finite."""
+    if bias is None:
+        return 0.0
+    else:
+        return tl.maximum(tl.load(bias + row, mask=mask, other=0.0).to(tl.float32), _MASKED)
+
+
+@triton.jit
+def _bits(raw, bias, unit, scale, softcap, inverse):
+    """softcap(scale * (unit * raw + bias)) / temperature / log 2."""
+    if softcap is None:
+        return (raw * unit + bias) * (scale * inverse * _LOG2E)
+    else:
+        return _tanh((raw * unit + bias) * (scale / softcap)) * (softcap * inverse * _LOG2E)
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _slope(y, softcap, inverse):
+    """The softcap's part of a logit's derivative, from ``_bits``."""
+    t = y * (_LN2 / (softcap * inverse))
+    return 1.0 - t * t
+
+
+@triton.jit
+def admit(
+    X, x_row, x_column, targets, ignored, n, H, V, out, index_out, valid_out, counts_out,
+    BN: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """See ``headmux.backends.common.labels.admit``. ``out`` [n, H], contiguous; None where nothing is ignored."""
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    here = c < n
+    target = tl.load(targets + c, mask=here, other=0)
+    counts = tl.where((target >= 0) & (target < V), 1.0, float("nan"))
+    if ignored is not None:
+        valid = target != ignored
+        counts = tl.where(valid, counts, 0.0)
+        h = (tl.program_id(1) * BH + tl.arange(0, BH))[None, :]
+        inside = here[:, None] & (h < H)
+        place = X + c[:, None].to(tl.int64) * x_row + h.to(tl.int64) * x_column
+        x = tl.load(place, mask=inside & valid[:, None], other=0.0)
+        tl.store(out + c[:, None].to(tl.int64) * H + h, x, mask=inside)
+        tl.store(valid_out + c, valid, mask=here)
+    tl.store(index_out + c, tl.minimum(tl.maximum(target, 0), V - 1), mask=here)
+    tl.store(counts_out + c, counts, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def look(
+    S, stride, n, V, bias, divisors, weights, unit, scale, softcap, inverse, partials, rows, parts,
+    ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr, EVEN: tl.constexpr,
+    R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Statistics of ``rows`` classes for BN tokens: ``partials`` [2 + ENTROPY + SMOOTHED + BEST, parts, n].
+
+    The largest logit m, the sum of e = exp(z - m) and, if wanted, the sums of e * (z - m) and of z times its weight,
+    and the first index of m. EVEN tells that ``rows`` and V are multiples of R.
+    """
+    columns = tl.cdiv(n, BN)
+    part = tl.program_id(0) // columns
+    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    here = c < n
+    low = part * rows
+    high = tl.minimum(low + rows, V)
+    inverse = _inverse(divisors, inverse, c, here)
+    if divisors is not None:
+        inverse = inverse[None, :]
+    top = tl.full((BN,), _LOWEST, tl.float32)
+    total = tl.zeros((BN,), tl.float32)
+    moment = tl.zeros((BN,), tl.float32)
+    smoothed = tl.zeros((BN,), tl.float32)
+    best = tl.full((BN,), _NO_INDEX, tl.int32)
+    for v in range(low, high, R):
+        row = v + tl.arange(0, R)
+        there = row < high
+        mask = here[None, :]
+        if not EVEN:
+            mask = mask & there[:, None]
+        raw = tl.load(S + row[:, None].to(tl.int64) * stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
+        shift = _bias(bias, row, there)
+        if bias is not None:
+            shift = shift[:, None]
+        y = _bits(raw, shift, unit, scale, softcap, inverse)
+        if SMOOTHED:
+            weighted = y
+            if weights is not None:
+                weighted = y * tl.load(weights + row, mask=there, other=0.0)[:, None]
+            if not EVEN:
+                weighted = tl.where(mask, weighted, 0.0)
+            smoothed += tl.sum(weighted, 0)
+        if not EVEN:
+            y = tl.where(mask, y, _LOWEST)
+        peak = tl.maximum(top, tl.max(y, 0))
+        if BEST:
+            index = tl.min(tl.where(y == peak[None, :], row[:, None], _NO_INDEX), 0)
+            best = tl.where(peak > top, index, best)
+        distance = y - peak[None, :]
+        e = tl.exp2(distance)
+        share = tl.exp2(top - peak)
+        if ENTROPY:
+            moment = share * (moment + total * (top - peak)) + tl.sum(e * distance, 0)
+        total = share * total + tl.sum(e, 0)
+        top = peak
+    plane = parts.to(tl.int64) * n
+    at = partials + part.to(tl.int64) * n + c
+    tl.store(at, top, mask=here)
+    tl.store(at + plane, total, mask=here)
+    if ENTROPY:
+        tl.store(at + 2 * plane, moment, mask=here)
+    if SMOOTHED:
+        tl.store(at + (2 + ENTROPY) * plane, smoothed, mask=here)
+    if BEST:
+        tl.store(at + (2 + ENTROPY + SMOOTHED) * plane, best.to(tl.float32), mask=here)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def combine(
+    partials, parts, n, S, stride, labels, dots, bias, divisors, unit, scale, softcap, inverse, out, best_out,
+    ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Statistics of BN tokens from their parts in a fixed order: ``out`` [1 + label + ENTROPY + SMOOTHED, n], the
+    logsumexp, the logit at the label and what else is wanted.
+
+    With ``labels``, the logit at each label is taken from the fp32 ``dots`` in place of the one that S holds.
+    """
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    here = c < n
+    plane = parts.to(tl.int64) * n
+    top = tl.full((BN,), _LOWEST, tl.float32)
+    total = tl.zeros((BN,), tl.float32)
+    moment = tl.zeros((BN,), tl.float32)
+    smoothed = tl.zeros((BN,), tl.float32)
+    best = tl.full((BN,), 0.0, tl.float32)
+    for first in range(0, parts, BP):
+        p = first + tl.arange(0, BP)
+        at = partials + p[:, None].to(tl.int64) * n + c[None, :]
+        mask = (p < parts)[:, None] & here[None, :]
+        tops = tl.load(at, mask=mask, other=_LOWEST)
+        sums = tl.load(at + plane, mask=mask, other=0.0)
+        peak = tl.maximum(top, tl.max(tops, 0))
+        distance = tops - peak[None, :]
+        shares = tl.exp2(distance)
+        share = tl.exp2(top - peak)
+        if ENTROPY:
+            moments = tl.load(at + 2 * plane, mask=mask, other=0.0)
+            moment = share * (moment + total * (top - peak)) + tl.sum(shares * (moments + sums * distance), 0)
+        total = share * total + tl.sum(shares * sums, 0)
+        if SMOOTHED:
+            smoothed += tl.sum(tl.load(at + (2 + ENTROPY) * plane, mask=mask, other=0.0), 0)
+        if BEST:
+            indices = tl.load(at + (2 + ENTROPY + SMOOTHED) * plane, mask=mask, other=0.0)
+            index = tl.min(tl.where(mask & (tops == peak[None, :]), indices, float("inf")), 0)
+            best = tl.where(peak > top, index, best)
+        top = peak
+    if labels is not None:
+        label = tl.load(labels + c, mask=here, other=0)
+        inverse = _inverse(divisors, inverse, c, here)
+        shift = _bias(bias, label, here)
+        raw = tl.load(S + label * stride + c, mask=here, other=0.0).to(tl.float32)
+        held = _bits(raw, shift, unit, scale, softcap, inverse)
+        exact = _bits(tl.load(dots + c, mask=here, other=0.0), shift, 1.0, scale, softcap, inverse)
+        peak = tl.maximum(top, exact)
+        share = tl.exp2(top - peak)
+        e = tl.exp2(held - top)
+        others = tl.maximum(total - e, 0.0)
+        instead = tl.exp2(exact - peak)
+        if ENTROPY:
+            moment = share * (moment - e * (held - top) + others * (top - peak)) + instead * (exact - peak)
+        total = share * others + instead
+        top = peak
+        tl.store(out + n + c, exact * _LN2, mask=here)
+    log_total = tl.log2(total)
+    tl.store(out + c, (top + log_total) * _LN2, mask=here)
+    if ENTROPY:
+        tl.store(out + (1 + (labels is not None)) * n + c, (log_total - moment / total) * _LN2, mask=here)
+    if SMOOTHED:
+        tl.store(out + (1 + (labels is not None) + ENTROPY) * n + c, smoothed * _LN2, mask=here)
+    if BEST:
+        tl.store(best_out + c, best.to(tl.int64), mask=here)
+
+
+@triton.jit
+def dots_at_labels(
+    X, x_row, x_column, W, w_row, w_column, labels, n, H, out, DTYPE: tl.constexpr, BN: tl.constexpr, BH: tl.constexpr
+):
+    """The fp32 product of each token's state with its label's row of the weight, both rounded to DTYPE."""
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    here = c < n
+    x_start = X + c[:, None].to(tl.int64) * x_row
+    w_start = W + tl.load(labels + c, mask=here, other=0)[:, None] * w_row
+    total = tl.zeros((BN, BH), tl.float32)
+    for first in range(0, H, BH):
+        h = (first + tl.arange(0, BH))[None, :].to(tl.int64)
+        mask = here[:, None] & (h < H)
+        x = tl.load(x_start + h * x_column, mask=mask, other=0.0).to(tl.float32)
+        w = tl.load(w_start + h * w_column, mask=mask, other=0.0).to(tl.float32)
+        total += _rounded(x, DTYPE).to(tl.float32) * _rounded(w, DTYPE).to(tl.float32)
+    tl.store(out + c, tl.sum(total, 1), mask=here)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def to_gradient(
+    S, stride, n, V, labels, bias, divisors, weights, unit, scale, softcap, inverse,
+    lse, at_label, softmax, label_part, entropy, smoothing, rows,
+    EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """``rows`` classes of S become the gradient with respect to the raw logits; formed in fp32 and rounded once.
+
+    See ``headmux.backends.common.softmax.Coefficients``, of which ``softmax``, ``label_part``, ``entropy`` and
+    ``smoothing`` are the parts.
+    """
+    columns = tl.cdiv(n, BN)
+    low = (tl.program_id(0) // columns) * rows
+    high = tl.minimum(low + rows, V)
+    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    here = c < n
+    inverse = _inverse(divisors, inverse, c, here)
+    chain = scale * inverse
+    lse_bits = tl.load(lse + c, mask=here, other=0.0) * _LOG2E
+    factor = tl.load(softmax + c, mask=here, other=0.0)
+    slant = 0.0
+    if entropy is not None:
+        slant = tl.load(entropy + c, mask=here, other=0.0) * _LN2
+    spread = 0.0
+    if smoothing is not None:
+        spread = tl.load(smoothing + c, mask=here, other=0.0)
+    label = tl.load(labels + c, mask=here, other=0)
+    mine = here & (label >= low) & (label < high)
+    exact = tl.load(at_label + c, mask=here, other=0.0) * _LOG2E
+    at_y = _gradient(exact, lse_bits, factor, slant, entropy) - tl.load(label_part + c, mask=here, other=0.0)
+    if smoothing is not None:
+        if weights is None:
+            at_y -= spread
+        else:
+            at_y -= spread * tl.load(weights + label, mask=here, other=0.0)
+    if softcap is not None:
+        at_y *= _slope(exact, softcap, inverse)
+    at_y *= chain
+
+    if divisors is not None:
+        chain = chain[None, :]
+        inverse = inverse[None, :]
+    if entropy is not None:
+        slant = slant[None, :]
+    for v in range(low, high, R):
+        row = v + tl.arange(0, R)
+        there = row < high
+        mask = here[None, :]
+        if not EVEN:
+            mask = mask & there[:, None]
+        place = S + row[:, None].to(tl.int64) * stride + c[None, :]
+        raw = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        shift = _bias(bias, row, there)
+        if bias is not None:
+            shift = shift[:, None]
+        y = _bits(raw, shift, unit, scale, softcap, inverse)
+        g = _gradient(y, lse_bits[None, :], factor[None, :], slant, entropy)
+        if smoothing is not None:
+            if weights is None:
+                g -= spread[None, :]
+            else:
+                g -= spread[None, :] * tl.load(weights + row, mask=there, other=0.0)[:, None]
+        if softcap is not None:
+            g *= _slope(y, softcap, inverse)
+        tl.store(place, _rounded(g * chain, S.dtype.element_ty), mask=mask)
+    # the tile's own stores come first
+    tl.debug_barrier()
+    tl.store(S + label * stride + c, _rounded(at_y, S.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _gradient(y, lse, factor, slant, entropy):
+    """p * (softmax + entropy * log p)."""
+    logp = y - lse
+    if entropy is None:
+        return tl.exp2(logp) * factor
+    else:
+        return tl.exp2(logp) * (factor + slant * logp)
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def diverge(
+    Q, P, stride, n, V, q_bias, q_scale, q_softcap, p_bias, p_scale, p_softcap, inverse, q_lse, p_lse, beta,
+    upstream, kl, out, out_stride, partials, rows, parts,
+    TEACHER: tl.constexpr, STUDENT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Of ``rows`` classes and BN tokens, from raw fp32 logits of student (Q) and teacher (P), M being their mixture:
+
+    - TEACHER, STUDENT: sums of p * log(p / m) and q * log(q / m), into ``partials`` [TEACHER + STUDENT, parts, n];
+    - with ``out``: the gradient with respect to the student's raw logits for ``upstream``. Where beta is not 0 it needs
+      ``kl`` [n], the student's whole sum.
+
+    beta of 0 makes M the student, 1 the teacher.
+    """
+    columns = tl.cdiv(n, BN)
+    part = tl.program_id(0) // columns
+    low = part * rows
+    high = tl.minimum(low + rows, V)
+    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    here = c < n
+    q_total = tl.load(q_lse + c, mask=here, other=0.0)[None, :] * _LOG2E
+    p_total = tl.load(p_lse + c, mask=here, other=0.0)[None, :] * _LOG2E
+    if out is not None:
+        chain = tl.load(upstream + c, mask=here, other=0.0)[None, :] * (q_scale * inverse)
+        if kl is not None:
+            mean = tl.load(kl + c, mask=here, other=0.0)[None, :]
+    of_p = tl.zeros((BN,), tl.float32)
+    of_q = tl.zeros((BN,), tl.float32)
+    for v in range(low, high, R):
+        row = v + tl.arange(0, R)
+        there = row < high
+        mask = here[None, :]
+        if not EVEN:
+            mask = mask & there[:, None]
+        at = row[:, None].to(tl.int64) * stride + c[None, :]
+        q_shift = _bias(q_bias, row, there)
+        if q_bias is not None:
+            q_shift = q_shift[:, None]
+        p_shift = _bias(p_bias, row, there)
+        if p_bias is not None:
+            p_shift = p_shift[:, None]
+        q_bits = _bits(tl.load(Q + at, mask=mask, other=0.0), q_shift, 1.0, q_scale, q_softcap, inverse)
+        p_bits = _bits(tl.load(P + at, mask=mask, other=0.0), p_shift, 1.0, p_scale, p_softcap, inverse)
+        log_q = q_bits - q_total
+        log_p = p_bits - p_total
+        q = tl.exp2(log_q)
+        p = tl.exp2(log_p)
+        if beta is None:  # one of them is the mixture
+            against_p = log_p - log_q
+            against_q = log_q - log_p
+        else:
+            a = log_p + tl.log2(beta)
+            b = log_q + tl.log2(1.0 - beta)
+            log_m = tl.maximum(a, b) + tl.log2(1.0 + tl.exp2(-tl.abs(a - b)))
+            against_p = log_p - log_m
+            against_q = log_q - log_m
+        if TEACHER:
+            of_p += tl.sum(tl.where(mask, p * against_p, 0.0), 0)
+        if STUDENT:
+            of_q += tl.sum(tl.where(mask, q * against_q, 0.0), 0)
+        if out is not None:
+            if kl is None:
+                g = q - p
+            elif beta is None:
+                g = q * (against_q * _LN2 - mean)
+            else:
+                g = q * (against_q * _LN2 - mean) * (1.0 - beta)
+            g *= chain
+            if q_softcap is not None:
+                g *= _slope(q_bits, q_softcap, inverse)
+            place = out + row[:, None].to(tl.int64) * out_stride + c[None, :]
+            tl.store(place, _rounded(g, out.dtype.element_ty), mask=mask)
+    at_part = partials + part.to(tl.int64) * n + c
+    if TEACHER:
+        tl.store(at_part, of_p * _LN2, mask=here)
+    if STUDENT:
+        tl.store(at_part + TEACHER * parts.to(tl.int64) * n, of_q * _LN2, mask=here)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def scale_in_place(X, count, scalar, programs, B: tl.constexpr):
+    """X times a scalar on the device, without a pass over X when that is 1."""
+    factor = tl.load(scalar).to(tl.float32)
+    if factor != 1.0:
+        for first in range(tl.program_id(0).to(tl.int64) * B, count, programs * B):
+            at = first + tl.arange(0, B)
+            x = tl.load(X + at, mask=at < count, other=0.0).to(tl.float32)
+            tl.store(X + at, _rounded(x * factor, X.dtype.element_ty), mask=at < count)

@@ -1,0 +1,152 @@
+"""Launches of the kernels over raw logits [V, n]."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from headmux.backends.common.gemm import is_native, operand, product
+from headmux.backends.common.head import Head
+from headmux.backends.common.labels import Labels
+from headmux.backends.common.plan import Plan
+from headmux.backends.common.softmax import Statistics, Wanted
+from headmux.backends.triton import kernels
+from headmux.backends.triton.tuning import INTERPRETED, tuning
+from headmux.contract import Upstream
+
+# fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
+_FP16_UNIT = 64.0
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Launch on the device of the tensors, whatever the current one is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+def unit(held: torch.dtype) -> float:
+    """What a raw logit held in that dtype is to be multiplied with."""
+    return _FP16_UNIT if held == torch.float16 else 1.0
+
+
+def admit(
+    states: Tensor, target: Tensor, ignore_index: int | None, classes: int, dtype: torch.dtype
+) -> tuple[Labels, Tensor]:
+    """What ``headmux.backends.common.labels.admit`` does, in one launch."""
+    count, hidden = states.shape
+    index, counts = torch.empty_like(target), torch.empty(count, dtype=dtype, device=target.device)
+    kept, valid = states, None
+    if ignore_index is not None:
+        kept, valid = states.new_empty(count, hidden), torch.empty(count, dtype=torch.bool, device=target.device)
+    width, height = (count, hidden) if INTERPRETED else (4, 1024)
+    width, height = triton.next_power_of_2(width), triton.next_power_of_2(min(height, hidden))
+    with on_device(states.device):
+        kernels.admit[(triton.cdiv(count, width), 1 if valid is None else triton.cdiv(hidden, height))](
+            states, states.stride(0), states.stride(1), target, ignore_index, count, hidden, classes,
+            None if valid is None else kept, index, valid, counts, BN=width, BH=height, num_warps=4,
+        )  # fmt: skip
+    return Labels(index, valid, counts), kept
+
+
+def raw_logits(head: Head, tokens: slice, out: Tensor, plan: Plan) -> None:
+    """``input @ weight.T`` of these tokens, [V, n], divided by ``unit``."""
+    right = head.right(tokens)
+    alpha = 1.0 / unit(out.dtype)
+    if is_native(head.dtype, out.device) and head.weight.dtype == head.dtype:
+        if out.dtype != head.dtype:
+            product(head.weight, right, out=out)
+        elif alpha == 1.0:
+            torch.mm(head.weight, right, out=out)
+        else:
+            torch.addmm(out, head.weight, right, beta=0, alpha=alpha, out=out)
+        return
+    for rows in plan.blocks(out.shape[1]):
+        found = product(operand(head.weight[rows], head.dtype), right)
+        out[rows].copy_(found if alpha == 1.0 else found.mul_(alpha))
+
+
+class Transform:
+    """The head's transform of raw logits, as kernels take it."""
+
+    def __init__(self, head: Head, tokens: slice) -> None:
+        divisor = head.divisor(tokens)
+        per_token = isinstance(divisor, Tensor)
+        self.bias = head.bias
+        self.scale = float(head.scale)
+        self.softcap = None if head.softcap is None else float(head.softcap)
+        self.divisors = divisor.float().contiguous() if isinstance(divisor, Tensor) else None
+        self.inverse = 1.0 if per_token else 1.0 / divisor
+
+
+def statistics(
+    raw: Tensor, transform: Transform, wanted: Wanted, labels: Tensor | None = None, dots: Tensor | None = None
+) -> Statistics:
+    """One read of raw logits. ``dots`` [n] are the fp32 raw logits at ``labels``, used in place of those in ``raw``."""
+    vocabulary, count = raw.shape
+    t, device = transform, raw.device
+    cut = tuning(device).look.cut(count, vocabulary)
+    weights = wanted.smoothed if isinstance(wanted.smoothed, Tensor) else None
+    smoothed = wanted.smoothed is not None
+    planes = 2 + wanted.entropy + smoothed + wanted.best
+    partials = torch.empty((planes, cut.parts, count), dtype=torch.float32, device=device)
+    found = torch.empty((planes - wanted.best - (labels is None), count), dtype=torch.float32, device=device)
+    best = torch.empty(count, dtype=torch.int64, device=device) if wanted.best else None
+    flags = {"ENTROPY": wanted.entropy, "SMOOTHED": smoothed, "BEST": wanted.best}
+    few = min(cut.width, 32) if INTERPRETED else 16
+    with on_device(device):
+        kernels.look[(cut.programs,)](
+            raw, raw.stride(0), count, vocabulary, t.bias, t.divisors, weights,
+            unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
+            **flags, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
+        )  # fmt: skip
+        kernels.combine[(triton.cdiv(count, few),)](
+            partials, cut.parts, count, raw, raw.stride(0), labels, dots, t.bias, t.divisors,
+            unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best,
+            **flags, BP=128, BN=few, num_warps=4,
+        )  # fmt: skip
+    rows = iter(found.unbind(0))
+    return Statistics(
+        lse=next(rows),
+        target_logit=next(rows) if labels is not None else found[0],
+        entropy=next(rows) if wanted.entropy else None,
+        smoothed=next(rows) if smoothed else None,
+        best=best,
+    )
+
+
+def dots_at_labels(head: Head, labels: Tensor, tokens: slice) -> Tensor:
+    """[n] fp32: the raw logit at each token's label."""
+    x, w = head.input[tokens], head.weight
+    count, hidden = x.shape
+    out = torch.empty(count, dtype=torch.float32, device=x.device)
+    dtype = triton.language.dtype(_TRITON[head.dtype])
+    width, height = (64, triton.next_power_of_2(hidden)) if INTERPRETED else (4, 512)
+    with on_device(x.device):
+        kernels.dots_at_labels[(triton.cdiv(count, width),)](
+            x, x.stride(0), x.stride(1), w, w.stride(0), w.stride(1), labels, count, hidden, out,
+            DTYPE=dtype, BN=width, BH=height, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+_TRITON = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def scaled(
+    gradients: tuple[Tensor | None, ...], needs: tuple[bool, ...], upstream: Upstream
+) -> tuple[Tensor | None, ...]:
+    """Gradients that a forward formed, times a scalar that the host never sees."""
+    scalar = upstream.scalar
+    assert scalar is not None
+    wanted = tuple(g if need else None for g, need in zip(gradients, needs, strict=True))
+    with on_device(scalar.device):
+        for g in wanted:
+            if g is not None:
+                programs = min(1056, triton.cdiv(g.numel(), 4096))
+                kernels.scale_in_place[(programs,)](g, g.numel(), scalar, programs, B=4096, num_warps=8)
+    return wanted

@@ -1,0 +1,76 @@
+"""Sizes of tiles and numbers of programs: data, with the measurement that justifies them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a kernel walks over logits [V, n].
+
+    Attributes:
+        elements: Logits of a tile, classes times tokens.
+        tokens: Most tokens of a tile.
+        warps: Warps of a program.
+        programs: Programs of a launch; each walks over an equal share of the vocabulary.
+    """
+
+    elements: int
+    tokens: int
+    warps: int
+    programs: int
+
+    def cut(self, tokens: int, vocabulary: int) -> Cut:
+        """The tiles for so many tokens and classes."""
+        width = min(self.tokens, max(16, triton.next_power_of_2(tokens)))
+        height = min(max(1, self.elements // width), triton.next_power_of_2(vocabulary))
+        columns = triton.cdiv(tokens, width)
+        parts = max(1, min(self.programs // columns, triton.cdiv(vocabulary, 4 * height)))
+        rows = triton.cdiv(triton.cdiv(vocabulary, parts), height) * height
+        parts = triton.cdiv(vocabulary, rows)
+        return Cut(height, width, rows, parts, columns * parts, vocabulary % height == 0, self.warps)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Tiles of ``height`` classes and ``width`` tokens; ``rows`` classes a program, in ``parts`` parts."""
+
+    height: int
+    width: int
+    rows: int
+    parts: int
+    programs: int
+    even: bool
+    warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Tiles of each kernel, for logits of 16 bits; of fp32 logits a tile has half as many."""
+
+    look: Tile
+    gradient: Tile
+    diverge: Tile
+
+
+# a warp a program: nothing crosses threads, 8 rows of 16 bytes a thread are in flight
+_GPU = Tuning(
+    look=Tile(elements=8 * 256, tokens=256, warps=1, programs=132 * 16),
+    gradient=Tile(elements=16 * 256, tokens=256, warps=4, programs=132 * 64),
+    diverge=Tile(elements=16 * 128, tokens=128, warps=4, programs=132 * 16),
+)
+# the interpreter pays by the tile; two programs walk over the vocabulary so that parts are merged
+_INTERPRETER = Tuning(*[Tile(elements=16384, tokens=256, warps=1, programs=2)] * 3)
+
+
+@cache
+def tuning(device: torch.device) -> Tuning:
+    """The tuning for a device."""
+    return _INTERPRETER if INTERPRETED else _GPU
