@@ -105,7 +105,8 @@ def compiled(config: Config, options: str = "") -> Any:
         vector(Float32, tokens),
         vector(Float32, tokens, config.entropy),
         *[Float32(1.0)] * 2,
-        *[Int32(1)] * 4,
+        Int64(1),
+        *[Int32(1)] * 5,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}",
     )

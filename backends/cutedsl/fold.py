@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
 from headmux.backends.common.head import MASKED
 from headmux.backends.cutedsl import scalars
@@ -39,7 +39,7 @@ class Fold:
         first: Int32,
         slot: Int32,
         fresh: cutlass.Boolean,
-        label: cute.Tensor,
+        target: cute.Tensor,
         factors: cute.Tensor | None,
         factor: Float32,
         partials: cute.Tensor,
@@ -49,10 +49,10 @@ class Fold:
         found = []
         for r in range_constexpr(2):
             token = first + lane // 4 + 8 * r
-            there = token < label.shape[0]
+            there = token < target.shape[0]
             mark, scale = Int32(-1), factor
             if there:
-                mark = Int32(label[token])
+                mark = Int32(target[token])
                 if const_expr(self.per_token):
                     scale = factors[token]
             top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
@@ -71,7 +71,7 @@ class Fold:
         slot: Int32,
         bias: cute.Tensor | None,
         partials: cute.Tensor,
-        label_logit: cute.Tensor,
+        logp: cute.Tensor,
         inner: Float32,
         column: Int32,
         vocabulary: Int32,
@@ -112,7 +112,7 @@ class Fold:
                     for q in range_constexpr(2):
                         if mark == 8 * j + q:
                             found = z[q, r, j]
-                label_logit[row.token] = found * scale * _LN2
+                logp[row.token] = found * scale * _LN2
 
             most = [z[q, r, 0] for q in range(2)] + [z[q, r, 1] for q in range(2)]
             for j in range_constexpr(2, pairs):
@@ -152,9 +152,19 @@ class Fold:
 
     @cute.jit
     def merge(
-        self, token: Int32, slots: Int32, partials: cute.Tensor, lse: cute.Tensor, entropy: cute.Tensor | None
+        self,
+        token: Int32,
+        slots: Int32,
+        vocabulary: Int32,
+        partials: cute.Tensor,
+        target: cute.Tensor,
+        ignore: Int64,
+        ignores: Int32,
+        logp: cute.Tensor,
+        lse: cute.Tensor,
+        entropy: cute.Tensor | None,
     ):
-        """Logsumexp and entropy of a token, by a warp, from its slots."""
+        """Results of a token, by a warp, from its slots. ``logp`` holds the label's logit before."""
         lane = cute.arch.lane_idx()
         top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
         for slot in cutlass.range(lane, slots, _WARP, unroll=1):
@@ -169,6 +179,17 @@ class Fold:
             top, total, moment = scalars.combine(top, total, moment, *other, self.entropy)
         if lane == 0:
             bits = cute.math.log2(total)
-            lse[token] = (top + bits) * _LN2
+            all_logits = (top + bits) * _LN2
+            uncertainty = Float32(0.0)
             if const_expr(self.entropy):
-                entropy[token] = (bits - moment / total) * _LN2
+                uncertainty = (bits - moment / total) * _LN2
+            label = target[token]
+            chosen = Float32(float("nan"))
+            if label >= 0 and label < vocabulary:
+                chosen = logp[token] - all_logits
+            if ignores != 0 and label == ignore:
+                chosen, all_logits, uncertainty = Float32(0.0), Float32(0.0), Float32(0.0)
+            logp[token] = chosen
+            lse[token] = all_logits
+            if const_expr(self.entropy):
+                entropy[token] = uncertainty

@@ -1,4 +1,4 @@
-"""Logsumexp, label logit and entropy of a linear head's logits, which are never written: the kernels.
+"""Log-probability, logsumexp and entropy of a linear head's logits, which are never written: the kernels.
 
 A GEMM of 128 x 256 tiles, persistent and warp-specialised: one warp brings tiles in by TMA, the weight's by multicast
 to both thread blocks of a cluster, and two warpgroups multiply 64 tokens each by WGMMA. A warpgroup reduces its logits
@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass import Float32, Int32, Int64, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
 from headmux.backends.cutedsl import scalars
@@ -24,6 +24,9 @@ _CONSUMERS = TOKENS // 64
 _THREADS = (1 + _CONSUMERS) * _WARPGROUP
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 _MERGE_WARPS = 4
+
+SHARED_BYTES = 1024 + _STAGES * (TOKENS + COLUMN) * _DEPTH * 2
+"""Shared memory of a thread block: barriers, and stages of 16-bit tiles."""
 
 
 class Forward:
@@ -47,14 +50,16 @@ class Forward:
         states: cute.Tensor,  # [N, H]
         weight: cute.Tensor,  # [V, H]
         bias: cute.Tensor | None,  # [V, rounded up to whole tiles] fp32, times ``inner``
-        label: cute.Tensor,  # [N] int64 in [0, V)
+        target: cute.Tensor,  # [N] int64
         factors: cute.Tensor | None,  # [N] fp32
         partials: cute.Tensor,  # [2 or 3, N, slots] fp32
-        label_logit: cute.Tensor,  # [N] fp32
+        logp: cute.Tensor,  # [N] fp32
         lse: cute.Tensor,  # [N] fp32
         entropy: cute.Tensor | None,  # [N] fp32
         inner: Float32,
         factor: Float32,
+        ignore: Int64,
+        ignores: Int32,
         group: Int32,
         period: Int32,
         last_period: Int32,
@@ -65,16 +70,11 @@ class Forward:
 
         The exponents whose powers of 2 are summed are ``factor * (inner * product + bias)`` or, with a softcap,
         ``factor * (1 - 2 / (1 + 2 ** (inner * product + bias)))``. ``factor`` is above 0.
+
+        Results of tokens whose target is ``ignore`` are 0, if ``ignores`` is not; ``logp`` is NaN where a target is out
+        of range.
         """
-        mma = sm90.make_trivial_tiled_mma(
-            self.dtype,
-            self.dtype,
-            warpgroup.OperandMajorMode.K,
-            warpgroup.OperandMajorMode.K,
-            Float32,
-            (_CONSUMERS, 1, 1),
-            tiler_mn=(64, COLUMN),
-        )
+        mma = tiled_mma(self.dtype)
         layout_a, layout_b = (_stages(self.dtype, rows) for rows in (TOKENS, COLUMN))
         one_stage = (None, None, 0)
         atom_a, states_tma = cpasync.make_tiled_tma_atom(
@@ -89,8 +89,8 @@ class Forward:
         )
         blocks = cute.ceil_div(states.shape[0], CLUSTER * TOKENS)
         self.logits(
-            mma, atom_a, states_tma, atom_b, weight_tma, layout_a, layout_b, bias, label, factors, partials,
-            label_logit, inner, factor, blocks, group, period, last_period,
+            mma, atom_a, states_tma, atom_b, weight_tma, layout_a, layout_b, bias, target, factors, partials,
+            logp, inner, factor, blocks, group, period, last_period,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[_THREADS, 1, 1],
@@ -99,7 +99,10 @@ class Forward:
             stream=stream,
         )
         columns = cute.ceil_div(weight.shape[0], COLUMN)
-        self.merge(partials, lse, entropy, blocks, columns, group, period, last_period).launch(
+        self.merge(
+            partials, target, logp, lse, entropy, ignore, ignores, weight.shape[0], blocks, columns, group, period,
+            last_period,
+        ).launch(
             grid=[cute.ceil_div(states.shape[0], _MERGE_WARPS), 1, 1],
             block=[_MERGE_WARPS * _WARP, 1, 1],
             stream=stream,
@@ -116,10 +119,10 @@ class Forward:
         layout_a: cute.ComposedLayout,
         layout_b: cute.ComposedLayout,
         bias: cute.Tensor | None,
-        label: cute.Tensor,
+        target: cute.Tensor,
         factors: cute.Tensor | None,
         partials: cute.Tensor,
-        label_logit: cute.Tensor,
+        logp: cute.Tensor,
         inner: Float32,
         factor: Float32,
         blocks: Int32,
@@ -146,7 +149,7 @@ class Forward:
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
 
-        shared = getattr(cutlass, "memory", cutlass.utils).SmemAllocator().allocate(Shared)
+        shared = getattr(cutlass, "memory", cutlass.utils).SmemAllocator().allocate(Shared)  # moved in 4.8
         shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         cta_layout = cute.make_layout((1, CLUSTER, 1, 1))
@@ -208,7 +211,7 @@ class Forward:
                 slot, fresh = column % period_here, column < period_here
                 first_row = (block * CLUSTER + rank) * TOKENS + consumer * 64 + warp % 4 * 16
                 # read before the products, so that nothing waits for it after them
-                rows = self.fold.rows(first_row, slot, fresh, label, factors, factor, partials)
+                rows = self.fold.rows(first_row, slot, fresh, target, factors, factor, partials)
                 loads.consumer_wait(ready)
                 warpgroup.fence()
                 for i in range_constexpr(_DEPTH // 16):
@@ -231,31 +234,41 @@ class Forward:
                 loads.consumer_release(done)
                 done.advance()
                 z = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, COLUMN // 8)))
-                self.fold.fold(z, rows, slot, bias, partials, label_logit, inner, column * COLUMN, weight.shape[0])
+                self.fold.fold(z, rows, slot, bias, partials, logp, inner, column * COLUMN, weight.shape[0])
 
     @cute.kernel
     def merge(
         self,
         partials: cute.Tensor,
+        target: cute.Tensor,
+        logp: cute.Tensor,
         lse: cute.Tensor,
         entropy: cute.Tensor | None,
+        ignore: Int64,
+        ignores: Int32,
+        vocabulary: Int32,
         blocks: Int32,
         columns: Int32,
         group: Int32,
         period: Int32,
         last_period: Int32,
     ):
-        """Logsumexp and entropy of a token by a warp, from its slots."""
+        """Results of a token by a warp, from its slots."""
         row = cute.arch.block_idx()[0] * _MERGE_WARPS + cute.arch.warp_idx()
         if row < lse.shape[0]:
             slots = scalars.period_of(row // (CLUSTER * TOKENS), blocks, group, period, last_period)
             if slots > columns:
                 slots = columns
-            self.fold.merge(row, slots, partials, lse, entropy)
+            self.fold.merge(row, slots, vocabulary, partials, target, ignore, ignores, logp, lse, entropy)
+
+
+def tiled_mma(dtype):
+    """The matrix multiplication of a tile by all consumers."""
+    major = (cute.nvgpu if hasattr(cute.nvgpu, "OperandMajorMode") else warpgroup).OperandMajorMode.K  # moved in 4.8
+    return sm90.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, (_CONSUMERS, 1, 1), tiler_mn=(64, COLUMN))
 
 
 def _stages(dtype, rows):
     """Layout of all stages of a tile in shared memory."""
-    kind = sm90.get_smem_layout_atom(cutlass.utils.LayoutEnum.ROW_MAJOR, dtype, _DEPTH)
-    atom = warpgroup.make_smem_layout_atom(kind, dtype)
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
     return cute.tile_to_shape(atom, (rows, _DEPTH, _STAGES), order=(0, 1, 2))

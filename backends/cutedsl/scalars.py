@@ -18,6 +18,15 @@ def exp2(x: Float32) -> Float32:
 
 
 @cute.jit
+def larger(x: Float32, y: Float32) -> Float32:
+    """The larger of two numbers. Unlike ``cute.arch.fmax``, which is faster, it runs on a CPU."""
+    found = x
+    if y > x:
+        found = y
+    return found
+
+
+@cute.jit
 def tile_at(number: Int32, blocks: Int32, columns: Int32, group: Int32):
     """Token block and column of a tile, see headmux.backends.cutedsl.schedule."""
     per_group = group * columns
@@ -47,11 +56,11 @@ def combine(
 
     ``top`` is the largest exponent x, ``total`` the sum of 2^(x - top), ``moment`` that of 2^(x - top) * (x - top).
     """
-    most = cute.arch.fmax(top, top2)
+    most = larger(top, top2)
     down, down2 = top - most, top2 - most
     factor, factor2 = exp2(down), exp2(down2)
     if cutlass.const_expr(entropy):
-        moment = moment + total * cute.arch.fmax(down, Float32(UNDERFLOWN))
-        moment2 = moment2 + total2 * cute.arch.fmax(down2, Float32(UNDERFLOWN))
+        moment = moment + total * larger(down, Float32(UNDERFLOWN))
+        moment2 = moment2 + total2 * larger(down2, Float32(UNDERFLOWN))
         moment = moment * factor + moment2 * factor2
     return most, total * factor + total2 * factor2, moment

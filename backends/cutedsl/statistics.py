@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headmux.backends.common.head import MASKED
-from headmux.backends.common.softmax import Statistics
 from headmux.backends.cutedsl.build import Config, kernel
 from headmux.backends.cutedsl.schedule import COLUMN, Schedule
 
@@ -17,24 +17,40 @@ _LOG2E = math.log2(math.e)
 _ALIGNED = 16  # bytes, of rows that TMA reads
 
 
+class Statistics(NamedTuple):
+    """Per token, in fp32, 0 where it does not count.
+
+    Attributes:
+        logp: Log-probability of the label, NaN where that is out of range.
+        lse: Logsumexp.
+        entropy: Entropy, or None.
+    """
+
+    logp: Tensor
+    lse: Tensor
+    entropy: Tensor | None
+
+
 def statistics(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    index: Tensor,
+    target: Tensor,
     *,
+    ignore_index: int | None,
     scale: float,
     softcap: float | None,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
 ) -> Statistics:
-    """Logsumexp, label logit and, if asked for, entropy of each token.
+    """Statistics of each token's logits.
 
     Args:
-        input: [N, H] bf16 or fp16; copied if its rows are not aligned.
+        input: [N, H] bf16 or fp16; copied if its rows are not aligned. Rows of ignored tokens may hold anything.
         weight: [V, H], of the same dtype; copied if its rows are not aligned.
         bias: [V] or None.
-        index: [N] int64 in [0, V).
+        target: [N] int64.
+        ignore_index: Target of tokens that do not count, or None.
         scale: Factor of the logits.
         softcap: Bound of the scaled logits, or None.
         temperature: Divisor of what comes out, a number or [N].
@@ -46,7 +62,7 @@ def statistics(
     def per_token() -> Tensor:
         return input.new_empty(tokens, dtype=torch.float32)
 
-    found = Statistics(per_token(), per_token(), per_token() if entropy else None, None, None)
+    found = Statistics(per_token(), per_token(), per_token() if entropy else None)
     if tokens == 0:
         return found
     inner, outer = _factors(scale, softcap, bias is not None)
@@ -63,8 +79,8 @@ def statistics(
     run = kernel(Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None))
     with torch.cuda.device(input.device):
         run(
-            _aligned(input), _aligned(weight), bias, index.contiguous(), each, partials, found.target_logit, found.lse,
-            found.entropy, inner, one, schedule.group, *schedule.periods, schedule.clusters,
+            _aligned(input), _aligned(weight), bias, target.contiguous(), each, partials, *found, inner, one,
+            ignore_index or 0, int(ignore_index is not None), schedule.group, *schedule.periods, schedule.clusters,
         )
     return found
 

@@ -1,0 +1,113 @@
+"""Compile every configuration for Hopper, without a GPU, and say what the kernels take.
+
+``python -m headmux.backends.cutedsl.compile`` fails if one spills or asks for more shared memory than there is. It
+needs the cuobjdump that comes with Triton, or one on the path.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headmux.backends.cutedsl.build import ARCHITECTURE, Config, compiled
+
+MOST_SHARED = 232448
+"""Bytes of shared memory that a thread block can have on Hopper."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a kernel takes.
+
+    Attributes:
+        config: Its configuration.
+        kernel: ``"logits"`` or ``"merge"``.
+        registers: Registers of a thread at launch.
+        stack: Bytes of stack of a thread. Above 0, registers spill.
+        shared: Bytes of shared memory of a thread block.
+        products: WGMMA instructions.
+    """
+
+    config: Config
+    kernel: str
+    registers: int
+    stack: int
+    shared: int
+    products: int
+
+    def __str__(self) -> str:
+        facts = f"registers {self.registers:3}  stack {self.stack}  shared {self.shared:6}  wgmma {self.products}"
+        return f"{self.kernel:6}  {facts}  {self.config}"
+
+
+def configs() -> Iterator[Config]:
+    """Every configuration."""
+    for dtype, *flags in itertools.product((torch.bfloat16, torch.float16), *[(False, True)] * 4):
+        yield Config(dtype, *flags)
+
+
+def resources(config: Config) -> list[Resources]:
+    """Compile a configuration and read its kernels' resources from the machine code.
+
+    Raises:
+        FileNotFoundError: There is no cuobjdump.
+    """
+    from headmux.backends.cutedsl.forward import SHARED_BYTES
+
+    tool = _cuobjdump()
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "forward.cubin"
+        cubin.write_bytes(compiled(config, f"--keep-cubin --dump-dir {folder}").__cubin__)
+        usage, code = (
+            subprocess.run([tool, what, str(cubin)], capture_output=True, text=True, check=True).stdout
+            for what in ("--dump-resource-usage", "-sass")
+        )
+    parts = [part.split(maxsplit=1) for part in code.split("Function : ")[1:]]
+    products = {_kernel(name): body.count("HGMMA") for name, body in parts}
+    found = []
+    for name, facts in re.findall(r"Function (\S+):\s*(REG:.*)", usage):
+        count = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", facts)}
+        kernel = _kernel(name)
+        shared = SHARED_BYTES if kernel == "logits" else count["SHARED"]
+        stack = count["STACK"] + count["LOCAL"]
+        found.append(Resources(config, kernel, count["REG"], stack, shared, products[kernel]))
+    return found
+
+
+def _kernel(symbol: str) -> str:
+    return "logits" if "_logits_" in symbol else "merge"
+
+
+def _cuobjdump() -> str:
+    try:
+        from triton.backends import nvidia
+    except ImportError:
+        found = shutil.which("cuobjdump")
+        if found is None:
+            raise FileNotFoundError("cuobjdump is neither in Triton's package nor on the path") from None
+        return found
+    return str(Path(nvidia.__path__[0]) / "bin" / "cuobjdump")
+
+
+def main() -> int:
+    """Print the resources of every kernel; the number of those that spill or do not fit."""
+    bad = 0
+    for config in configs():
+        for one in resources(config):
+            wrong = one.stack > 0 or one.shared > MOST_SHARED
+            bad += wrong
+            print(f"{ARCHITECTURE}  {one}{'  SPILLS OR DOES NOT FIT' if wrong else ''}", flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 1))

@@ -1,0 +1,207 @@
+"""The cutedsl backend without its compiler and without a GPU: schedule, scalars, adapters, requirements."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter, defaultdict
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headmux import get_op, registry
+from headmux.backends.common.head import MASKED
+from headmux.backends.cutedsl import flce, linear_logp, statistics
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
+
+HOPPER = (torch.device("cuda", 0), (9, 0))
+SIZES = {"N": 4096, "H": 4096, "V": 128256}
+
+
+def reasons(op: str = "linear_logp", sizes: dict[str, int] | None = None, **facts: Any) -> tuple[str, ...]:
+    facts = {"dtype": torch.bfloat16, "needs": (), **facts}
+    dtype = facts.pop("dtype")
+    call = get_op(op).call_on(*facts.pop("where", HOPPER), {**SIZES, **(sizes or {})}, dtype, **facts)
+    backend = dataclasses.replace(registry.get_backend("cutedsl"), imports=())
+    return backend.reject(call)
+
+
+@pytest.mark.parametrize(
+    ("op", "facts"),
+    [
+        ("linear_logp", {"return_entropy": True, "return_lse": True, "tensors": ("bias", "temperature")}),
+        ("linear_logp", {"dtype": torch.float16, "temperature": 0.5, "logit_scale": -2.0, "ignore_index": -100}),
+        ("flce", {"lse_square_scale": 1e-4, "return_z_loss": True, "use_token_scaling": True}),
+        ("flce", {"tensors": ("bias", "ce_weight", "token_weight"), "softcap": 30.0, "reduction": "none"}),
+        ("flce", {"sizes": {"N": 1, "H": 8, "V": 1}}),
+    ],
+)
+def test_takes(op: str, facts: dict[str, Any]) -> None:
+    assert reasons(op, **facts) == ()
+
+
+@pytest.mark.parametrize(
+    ("op", "facts", "reason"),
+    [
+        ("flce", {"needs": None}, "gradients of input, weight are not supported"),
+        ("flce", {"label_smoothing": 0.1}, "label_smoothing=0.1 is not one of 0.0"),
+        ("flce", {"return_token_accuracy": True}, "return_predicted=True is not one of False"),
+        ("flce", {"dtype": torch.float32}, "compute dtype torch.float32 is not one of torch.bfloat16, torch.float16"),
+        (
+            "linear_logp",
+            {"dtype": torch.float32, "compute": torch.bfloat16},
+            "weight dtype torch.float32 is not that of the products, torch.bfloat16",
+        ),
+        ("linear_logp", {"sizes": {"H": 1028}}, "H=1028 is not a multiple of 8 above 0"),
+        ("linear_logp", {"where": (HOPPER[0], (10, 0))}, "compute capability 10.0, needs at least 9.0 and below 10.0"),
+    ],
+)
+def test_refuses(op: str, facts: dict[str, Any], reason: str) -> None:
+    assert reasons(op, **facts) == (reason,)
+
+
+def test_has_no_jsd() -> None:
+    assert "jsd" not in registry.get_backend("cutedsl").kernels
+
+
+SHAPES = [(1, 1, 8), (1000, 128256, 4096), (8192, 128256, 4096), (300, 999, 64), (5000, 300, 8192), (9999, 32000, 2048)]
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 7, 1])
+@pytest.mark.parametrize(("tokens", "vocabulary", "hidden"), SHAPES)
+def test_every_slot_belongs_to_one_cluster_and_starts_fresh(
+    tokens: int, vocabulary: int, hidden: int, multiprocessors: int
+) -> None:
+    plan = Schedule.of(tokens, vocabulary, hidden, multiprocessors)
+    assert (plan.blocks - 1) * CLUSTER * TOKENS < tokens <= plan.blocks * CLUSTER * TOKENS
+    assert (plan.columns - 1) * COLUMN < vocabulary <= plan.columns * COLUMN
+    assert 1 <= plan.group <= plan.blocks
+    tiles = plan.blocks * plan.columns
+    seen: Counter[tuple[int, int]] = Counter()
+    owners: dict[tuple[int, int], set[int]] = defaultdict(set)
+    slots_of: dict[int, set[int]] = defaultdict(set)
+    for number in range(tiles):
+        block, column, height = place(number, plan)
+        period = plan.periods[block // plan.group == (plan.blocks - 1) // plan.group]
+        assert period == plan.period(height)
+        seen[block, column] += 1
+        slot = column % period
+        if (block, slot) not in owners:
+            assert column < period  # the kernel takes this for a slot's first use
+        owners[block, slot].add(number % plan.clusters)
+        slots_of[block].add(slot)
+    assert len(seen) == tiles
+    assert set(seen.values()) == {1}
+    assert all(len(clusters) == 1 for clusters in owners.values())
+    for slots in slots_of.values():
+        assert slots == set(range(len(slots)))
+        assert len(slots) <= plan.slots
+
+
+def test_slots_are_few() -> None:
+    plan = Schedule.of(8192, 128256, 4096, 132)
+    assert plan.slots * 8192 * 3 * 4 < 8 * 2**20
+
+
+def place(number: int, plan: Schedule) -> tuple[int, int, int]:
+    """Block, column and height of the group of a tile."""
+    first = number // (plan.group * plan.columns) * plan.group
+    height = min(plan.group, plan.blocks - first)
+    rest = number - first * plan.columns
+    return first + rest % height, rest // height, height
+
+
+@pytest.mark.parametrize(
+    ("scale", "softcap", "bias"), [*itertools.product([1.0, 0.3, -2.0], [None, 0.5, 30.0], [False, True])]
+)
+def test_factors_make_the_kernels_exponent_that_of_the_logit(scale: float, softcap: float | None, bias: bool) -> None:
+    inner, outer = statistics._factors(scale, softcap, bias)
+    assert outer > 0
+    product = torch.linspace(-40, 40, 81, dtype=torch.float64)
+    shift = 0.7 if bias else 0.0
+    z = (product + shift) * scale
+    x = product * inner + shift * inner
+    if softcap is not None:
+        z, x = softcap * torch.tanh(z / softcap), 1 - 2 / (1 + 2**x)
+    torch.testing.assert_close(x * outer * math.log2(math.e) * math.log(2), z)
+
+
+@pytest.mark.parametrize("make", ["whole", "strided", "transposed", "unaligned", "narrow", "repeated"])
+def test_rows_for_tma(make: str) -> None:
+    base = torch.arange(64 * 64, dtype=torch.float32).bfloat16()
+    rows = {
+        "whole": base.view(64, 64),
+        "strided": base.view(64, 64)[:, 8:24],
+        "transposed": base.view(64, 64).t(),
+        "unaligned": base[1:].as_strided((8, 16), (16, 1), 1),
+        "narrow": base.as_strided((8, 16), (20, 1)),
+        "repeated": base[:16].expand(8, 16),
+    }[make]
+    found = statistics._aligned(rows)
+    assert torch.equal(found, rows)
+    assert (found is rows) == (make in ("whole", "strided"))
+    assert found.stride(1) == 1
+    assert found.stride(0) % 8 == 0
+    assert found.data_ptr() % 16 == 0
+
+
+def plain(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, *, ignore_index: int | None, scale: float,
+    softcap: float | None, temperature: float | Tensor = 1.0, entropy: bool = False,
+) -> statistics.Statistics:
+    """What the kernels compute, from whole logits."""
+    assert input.dtype == weight.dtype == torch.bfloat16
+    z = input.float() @ weight.float().T
+    if bias is not None:
+        z = z + bias.float().clamp(min=MASKED)
+    z = z * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    logp = z.log_softmax(1)
+    index = target.clamp(0, len(weight) - 1)
+    chosen = torch.where(index == target, logp.gather(1, index[:, None])[:, 0], torch.nan)
+    rows = [chosen, z.logsumexp(1), -(logp.exp() * logp).sum(1)]
+    chosen, lse, uncertainty = (r if ignore_index is None else r.where(target != ignore_index, 0.0) for r in rows)
+    return statistics.Statistics(chosen, lse, uncertainty if entropy else None)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("linear_logp", {}),
+        ("linear_logp", {"return_entropy": True, "return_lse": True, "ignore_index": -100}),
+        ("linear_logp", {"ignore_index": -100, "temperature": "each", "softcap": 5.0, "bias": True}),
+        ("linear_logp", {"ignore_index": -100, "temperature": 0.5, "logit_scale": -0.5}),
+        ("flce", {"reduction": "none", "lse_square_scale": 0.1, "return_z_loss": True, "use_token_scaling": True}),
+        ("flce", {"bias": True, "ce_weight": True, "softcap": 5.0}),
+    ],
+)
+def test_adapters(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (flce, linear_logp):
+        monkeypatch.setattr(module, "statistics", plain)
+    made = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 16, generator=made).bfloat16()
+    input = torch.randn(9, 16, generator=made).bfloat16()
+    target = torch.randint(0, 50, (9,), generator=made)
+    if op == "flce" or "ignore_index" in options:
+        target[2] = -100
+        input[2] = torch.nan
+    target[5] = 50
+    options = dict(options)
+    if options.get("temperature") == "each":
+        options["temperature"] = torch.rand(9, generator=made) + 0.5
+    for name in ("bias", "ce_weight"):
+        if name in options:
+            options[name] = torch.rand(50, generator=made)
+    args = get_op(op).request(input, weight, target, **options).args
+    outputs, residual = registry.get_backend("cutedsl").kernels[op].forward(args)
+    assert residual is None
+    expected = get_op(op).rows(args)
+    for found, right in zip(outputs, expected, strict=True):
+        assert (found is None) == (right is None)
+        if found is not None and right is not None:
+            torch.testing.assert_close(found, right, equal_nan=True)

@@ -1,0 +1,191 @@
+"""What of the CuTe DSL kernels a CPU can show: their scalars run here, layouts are traced, and Hopper code is built."""
+
+from __future__ import annotations
+
+import math
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not installed")
+pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
+
+import cutlass
+from cutlass import Float32, Int32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from headmux.backends.cutedsl import build, scalars
+from headmux.backends.cutedsl.build import Config
+from headmux.backends.cutedsl.forward import tiled_mma
+from headmux.backends.cutedsl.schedule import COLUMN, TOKENS, Schedule
+
+PLAIN = Config(torch.bfloat16)
+
+
+@cute.jit
+def _place(
+    number: Int32, blocks: Int32, columns: Int32, group: Int32, period: Int32, last_period: Int32, out: cute.Tensor
+):
+    block, column = scalars.tile_at(number, blocks, columns, group)
+    out[0] = block
+    out[1] = column
+    out[2] = scalars.period_of(block, blocks, group, period, last_period)
+
+
+@cute.jit
+def _combine(sets: cute.Tensor, out: cute.Tensor):
+    top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
+    for i in range(sets.shape[0]):
+        top, total, moment = scalars.combine(top, total, moment, sets[i, 0], sets[i, 1], sets[i, 2], True)
+    out[0] = top
+    out[1] = total
+    out[2] = moment
+
+
+@pytest.mark.parametrize(("tokens", "vocabulary", "hidden"), [(1, 1, 8), (5000, 2000, 4096), (2600, 1300, 8192)])
+def test_tiles_and_periods_are_those_of_the_schedule(tokens: int, vocabulary: int, hidden: int) -> None:
+    plan = Schedule.of(tokens, vocabulary, hidden, 132)
+    out = torch.zeros(3, dtype=torch.int32)
+    run = cute.compile(_place, *[Int32(1)] * 6, from_dlpack(out))
+    seen = set()
+    for number in range(plan.blocks * plan.columns):
+        run(number, plan.blocks, plan.columns, plan.group, *plan.periods, from_dlpack(out))
+        block, column, period = out.tolist()
+        first = block // plan.group * plan.group
+        height = min(plan.group, plan.blocks - first)
+        assert number == first * plan.columns + column * height + block - first
+        assert period == plan.period(height)
+        seen.add((block, column))
+    assert len(seen) == plan.blocks * plan.columns
+
+
+@pytest.mark.parametrize("spread", [1.0, 30.0, 3000.0])
+def test_combined_statistics(spread: float) -> None:
+    made = torch.Generator().manual_seed(1)
+    x = torch.randn(6, 100, generator=made, dtype=torch.float64) * spread
+    x[3] = -1e30  # a block of masked classes
+    tops = x.amax(1)
+    e = torch.exp2(x - tops[:, None])
+    sets = torch.stack([tops, e.sum(1), (e * (x - tops[:, None])).sum(1)], 1).float()
+    sets = torch.cat([torch.tensor([[scalars.LOWEST, 0.0, 0.0]]), sets])  # and an empty one
+    out = torch.zeros(3)
+    cute.compile(_combine, from_dlpack(sets), from_dlpack(out))(from_dlpack(sets), from_dlpack(out))
+    top, total, moment = out.tolist()
+    z = x.flatten() * math.log(2.0)
+    assert (top + math.log2(total)) * math.log(2.0) == pytest.approx(z.logsumexp(0).item(), rel=1e-6)
+    p = z.softmax(0)
+    entropy = -torch.xlogy(p, p).sum().item()
+    assert (math.log2(total) - moment / total) * math.log(2.0) == pytest.approx(entropy, rel=1e-5, abs=1e-5)
+
+
+def test_accumulators_lie_as_the_epilogue_takes_them() -> None:
+    offsets: dict[int, list[int]] = {}
+
+    @cute.jit
+    def trace() -> None:
+        mma = tiled_mma(cutlass.BFloat16)
+        assert cute.size(mma.partition_shape_C((TOKENS, COLUMN))) == 2 * 2 * COLUMN // 8
+        layout = mma.tv_layout_C_tiled
+        for thread in (0, 1, 6, 45, 127, 128, 255):
+            offsets[thread] = [int(layout((thread, value))) for value in range(2 * 2 * COLUMN // 8)]
+
+    cute.compile(trace, options=f"--gpu-arch {build.ARCHITECTURE}")
+    for thread, found in offsets.items():
+        group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
+        for value, offset in enumerate(found):
+            q, r, j = value % 2, value // 2 % 2, value // 4
+            row, column = offset % TOKENS, offset // TOKENS
+            assert row == 64 * group + 16 * warp + lane // 4 + 8 * r
+            assert column == 2 * (lane % 4) + q + 8 * j
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(build.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(build, "_kernels", {})
+    return tmp_path / "cache"
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+    """Configurations that get compiled from now on."""
+    built: list[Config] = []
+    real = build.compiled
+
+    def compiled(config: Config, options: str = "") -> Any:
+        built.append(config)
+        return real(config, options)
+
+    monkeypatch.setattr(build, "compiled", compiled)
+    return built
+
+
+def test_kernels_are_built_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = counted(monkeypatch)
+    threads = [threading.Thread(target=build.kernel, args=(PLAIN,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert built == [PLAIN]
+    assert build.kernel(PLAIN) is build.kernel(PLAIN)
+    (entry,) = cache.iterdir()  # and no half-written file beside it
+
+    build._kernels.clear()  # as in the next process
+    build.kernel(PLAIN)
+    assert built == [PLAIN]
+
+    whole = entry.read_bytes()
+    for damaged in (b"", whole[: len(whole) // 2]):
+        built.clear()
+        build._kernels.clear()
+        entry.write_bytes(damaged)
+        build.kernel(PLAIN)
+        assert built == [PLAIN]
+        assert entry.stat().st_size == len(whole)
+
+
+def test_no_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(build.VARIABLE, str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(build, "_kernels", {})
+    assert callable(build.kernel(PLAIN))
+
+
+def test_names_of_entries_tell_configurations_and_sources_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {build._digest(c) for c in (PLAIN, Config(torch.float16), Config(torch.bfloat16, entropy=True))}
+    monkeypatch.setattr(build, "_fingerprint", lambda: "other sources")
+    assert len({*names, build._digest(PLAIN)}) == 4
+
+
+def test_nothing_is_built_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_kernels", {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(RuntimeError, match="make the same call once before the capture"):
+        build.kernel(PLAIN)
+
+
+def test_arguments_are_checked_before_a_launch(cache: Path) -> None:
+    x = torch.zeros(8, 64).bfloat16()
+    rows = [torch.zeros(8) for _ in range(2)]
+    with pytest.raises(ValueError, match="expected device_type=cuda"):
+        build.kernel(PLAIN)(
+            x, x, None, torch.zeros(8, dtype=torch.int64), None, torch.zeros(2, 8, 1), *rows, None, 1.0, 1.0,
+            0, 0, 1, 1, 1, 1,
+        )
+
+
+@pytest.mark.parametrize("config", [PLAIN, Config(torch.float16, True, True, True, True)])
+def test_no_kernel_spills(config: Config) -> None:
+    compile = pytest.importorskip("headmux.backends.cutedsl.compile")
+    try:
+        found = {one.kernel: one for one in compile.resources(config)}
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert set(found) == {"logits", "merge"}
+    assert all(one.stack == 0 and one.shared <= compile.MOST_SHARED for one in found.values())
+    assert found["logits"].products == 8  # all of the wide kind: four of a first stage, four of the others
+    assert found["merge"].products == 0
