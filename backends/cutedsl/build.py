@@ -16,7 +16,6 @@ import platform
 import tempfile
 import threading
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +89,7 @@ def compiled(config: Config, options: str = "") -> Any:
         return cute.runtime.make_fake_compact_tensor(kind, (size,), assumed_align=kind.width // 8) if given else None
 
     partials = cute.runtime.make_fake_compact_tensor(
-        Float32, (3 if config.entropy else 2, tokens, cute.sym_int()), stride_order=(2, 1, 0)
+        Float32, (3 if config.entropy else 2, cute.sym_int()), stride_order=(1, 0)
     )
     options_of = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "dtype"}
     return cute.compile(
@@ -106,7 +105,7 @@ def compiled(config: Config, options: str = "") -> Any:
         vector(Float32, tokens, config.entropy),
         *[Float32(1.0)] * 2,
         Int64(1),
-        *[Int32(1)] * 5,
+        *[Int32(1)] * 6,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}",
     )
@@ -157,10 +156,10 @@ def _digest(config: Config) -> str:
 @functools.cache
 def _fingerprint() -> str:
     import cutlass
+    import tvm_ffi
 
     sources = [p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))]
     facts = (
-        MASKED, ARCHITECTURE, platform.machine(), str(cutlass.CUDA_VERSION),
-        version("nvidia-cutlass-dsl"), version("apache-tvm-ffi"),
+        MASKED, ARCHITECTURE, platform.machine(), str(cutlass.CUDA_VERSION), cutlass.__version__, tvm_ffi.__version__
     )
     return hashlib.sha256(b"\0".join([*sources, repr(facts).encode()])).hexdigest()

@@ -16,9 +16,10 @@ _LN2 = math.log(2.0)
 
 
 class _Row(NamedTuple):
-    """A row of a thread: its token, whether that exists, its label and factor, and the statistics so far."""
+    """A row of a thread: its token, whether that exists, its slot, label and factor, and the statistics so far."""
 
     token: Int32
+    slot: Int32
     there: cutlass.Boolean
     label: Int32
     scale: Float32
@@ -38,17 +39,22 @@ class Fold:
         self,
         first: Int32,
         slot: Int32,
+        step: Int32,
         fresh: cutlass.Boolean,
         target: cute.Tensor,
         factors: cute.Tensor | None,
         factor: Float32,
         partials: cute.Tensor,
     ):
-        """The two rows of a thread, 8 apart, of the 16 from ``first`` on. Four neighbouring threads share them."""
+        """The two rows of a thread, 8 apart, of the 16 from token ``first`` on. Four neighbouring threads share them.
+
+        ``slot`` is the place of the first token's slot, ``step`` the distance to the next token's.
+        """
         lane = cute.arch.lane_idx()
         found = []
         for r in range_constexpr(2):
-            token = first + lane // 4 + 8 * r
+            offset = lane // 4 + 8 * r
+            token, place = first + offset, slot + offset * step
             there = token < target.shape[0]
             mark, scale = Int32(-1), factor
             if there:
@@ -57,10 +63,10 @@ class Fold:
                     scale = factors[token]
             top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
             if lane % 4 == 0 and there and not fresh:
-                top, total = partials[0, token, slot], partials[1, token, slot]
+                top, total = partials[0, place], partials[1, place]
                 if const_expr(self.entropy):
-                    moment = partials[2, token, slot]
-            found.append(_Row(token, there, mark, scale, top, total, moment))
+                    moment = partials[2, place]
+            found.append(_Row(token, place, there, mark, scale, top, total, moment))
         return tuple(found)
 
     @cute.jit
@@ -68,7 +74,6 @@ class Fold:
         self,
         z: cute.Tensor,  # (2, 2, 32): neighbouring columns, the two rows, columns 8 apart
         rows: tuple,
-        slot: Int32,
         bias: cute.Tensor | None,
         partials: cute.Tensor,
         logp: cute.Tensor,
@@ -145,15 +150,16 @@ class Fold:
                 row.top, row.total, row.moment, top, total, moment, self.entropy
             )
             if lane % 4 == 0 and row.there:
-                partials[0, row.token, slot] = top
-                partials[1, row.token, slot] = total
+                partials[0, row.slot] = top
+                partials[1, row.slot] = total
                 if const_expr(self.entropy):
-                    partials[2, row.token, slot] = moment
+                    partials[2, row.slot] = moment
 
     @cute.jit
     def merge(
         self,
         token: Int32,
+        slot: Int32,
         slots: Int32,
         vocabulary: Int32,
         partials: cute.Tensor,
@@ -164,15 +170,15 @@ class Fold:
         lse: cute.Tensor,
         entropy: cute.Tensor | None,
     ):
-        """Results of a token, by a warp, from its slots. ``logp`` holds the label's logit before."""
+        """Results of a token, by a warp, from so many slots at ``slot``. ``logp`` holds the label's logit before."""
         lane = cute.arch.lane_idx()
         top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
-        for slot in cutlass.range(lane, slots, _WARP, unroll=1):
+        for place in cutlass.range(slot + lane, slot + slots, _WARP, unroll=1):
             more = Float32(0.0)
             if const_expr(self.entropy):
-                more = partials[2, token, slot]
+                more = partials[2, place]
             top, total, moment = scalars.combine(
-                top, total, moment, partials[0, token, slot], partials[1, token, slot], more, self.entropy
+                top, total, moment, partials[0, place], partials[1, place], more, self.entropy
             )
         for i in range_constexpr(5):
             other = [cute.arch.shuffle_sync_bfly(v, offset=1 << i) for v in (top, total, moment)]

@@ -1,9 +1,9 @@
 """Log-probability, logsumexp and entropy of a linear head's logits, which are never written: the kernels.
 
 A GEMM of 128 x 256 tiles, persistent and warp-specialised: one warp brings tiles in by TMA, the weight's by multicast
-to both thread blocks of a cluster, and two warpgroups multiply 64 tokens each by WGMMA. A warpgroup reduces its logits
-in registers, row by row, and folds them into a slot of ``partials`` that only its cluster uses. A second kernel merges
-the slots of each token.
+where both thread blocks of a cluster need it, and two warpgroups multiply 64 tokens each by WGMMA. A warpgroup reduces
+its logits in registers, row by row, and folds them into a slot of ``partials`` that nobody else uses. A second kernel
+merges the slots of each token.
 """
 
 import cutlass
@@ -52,7 +52,7 @@ class Forward:
         bias: cute.Tensor | None,  # [V, rounded up to whole tiles] fp32, times ``inner``
         target: cute.Tensor,  # [N] int64
         factors: cute.Tensor | None,  # [N] fp32
-        partials: cute.Tensor,  # [2 or 3, N, slots] fp32
+        partials: cute.Tensor,  # [2 or 3, slots of all tokens] fp32
         logp: cute.Tensor,  # [N] fp32
         lse: cute.Tensor,  # [N] fp32
         entropy: cute.Tensor | None,  # [N] fp32
@@ -63,6 +63,7 @@ class Forward:
         group: Int32,
         period: Int32,
         last_period: Int32,
+        slots: Int32,
         clusters: Int32,
         stream: CUstream,
     ):
@@ -80,17 +81,20 @@ class Forward:
         atom_a, states_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileG2SOp(), states, cute.slice_(layout_a, one_stage), (TOKENS, _DEPTH)
         )
-        atom_b, weight_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SMulticastOp(),
-            weight,
-            cute.slice_(layout_b, one_stage),
-            (COLUMN, _DEPTH),
-            num_multicast=CLUSTER,
+        # the weight's tile for the whole cluster, or for one thread block
+        shared_b, own_b = (
+            cpasync.make_tiled_tma_atom(
+                op, weight, cute.slice_(layout_b, one_stage), (COLUMN, _DEPTH), num_multicast=count
+            )
+            for op, count in (
+                (cpasync.CopyBulkTensorTileG2SMulticastOp(), CLUSTER), (cpasync.CopyBulkTensorTileG2SOp(), 1)
+            )
         )
-        blocks = cute.ceil_div(states.shape[0], CLUSTER * TOKENS)
+        blocks = cute.ceil_div(states.shape[0], TOKENS) // CLUSTER
+        columns = cute.ceil_div(weight.shape[0], COLUMN)
         self.logits(
-            mma, atom_a, states_tma, atom_b, weight_tma, layout_a, layout_b, bias, target, factors, partials,
-            logp, inner, factor, blocks, group, period, last_period,
+            mma, atom_a, states_tma, *shared_b, *own_b, layout_a, layout_b, bias, target, factors, partials, logp,
+            inner, factor, blocks, columns, group, period, last_period, slots,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[_THREADS, 1, 1],
@@ -98,10 +102,9 @@ class Forward:
             min_blocks_per_mp=1,
             stream=stream,
         )
-        columns = cute.ceil_div(weight.shape[0], COLUMN)
         self.merge(
             partials, target, logp, lse, entropy, ignore, ignores, weight.shape[0], blocks, columns, group, period,
-            last_period,
+            last_period, slots, clusters,
         ).launch(
             grid=[cute.ceil_div(states.shape[0], _MERGE_WARPS), 1, 1],
             block=[_MERGE_WARPS * _WARP, 1, 1],
@@ -116,6 +119,8 @@ class Forward:
         states: cute.Tensor,
         atom_b: cute.CopyAtom,
         weight: cute.Tensor,
+        atom_own_b: cute.CopyAtom,
+        own_weight: cute.Tensor,
         layout_a: cute.ComposedLayout,
         layout_b: cute.ComposedLayout,
         bias: cute.Tensor | None,
@@ -126,9 +131,11 @@ class Forward:
         inner: Float32,
         factor: Float32,
         blocks: Int32,
+        columns: Int32,
         group: Int32,
         period: Int32,
         last_period: Int32,
+        slots: Int32,
     ):
         """Statistics of each token's logits, by slots."""
         thread, _, _ = cute.arch.thread_idx()
@@ -136,12 +143,15 @@ class Forward:
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         cluster = cute.arch.block_idx()[0] // CLUSTER
         clusters = cute.arch.grid_dim()[0] // CLUSTER
-        columns = cute.ceil_div(weight.shape[0], COLUMN)
-        tiles = blocks * columns
+        whole = blocks * columns  # tiles of whole blocks
+        tiles = whole
+        if cute.ceil_div(target.shape[0], TOKENS) % CLUSTER > 0:
+            tiles += cute.ceil_div(columns, CLUSTER)
 
         if warp == 0:
             cpasync.prefetch_descriptor(atom_a)
             cpasync.prefetch_descriptor(atom_b)
+            cpasync.prefetch_descriptor(atom_own_b)
 
         @cute.struct
         class Shared:
@@ -167,7 +177,6 @@ class Forward:
 
         # (rows, depth, row tiles, depth tiles)
         tiles_a = cute.local_tile(states, (TOKENS, _DEPTH), (None, None))
-        tiles_b = cute.local_tile(weight, (COLUMN, _DEPTH), (None, None))
         depth = cute.size(tiles_a, mode=[3])
         pipeline.pipeline_init_wait(cluster_shape_mn=cute.make_layout((CLUSTER, 1)))
 
@@ -178,21 +187,32 @@ class Forward:
                 atom_a, 0, cute.make_layout(1), cute.group_modes(shared_a, 0, 2), cute.group_modes(tiles_a, 0, 2)
             )
             to_b, from_b = cpasync.tma_partition(
-                atom_b, rank, cute.make_layout(CLUSTER), cute.group_modes(shared_b, 0, 2),
-                cute.group_modes(tiles_b, 0, 2),
+                atom_b, rank, cute.make_layout(CLUSTER), cute.group_modes(shared_b, 0, 2), _columns(weight)
+            )
+            to_own_b, from_own_b = cpasync.tma_partition(
+                atom_own_b, 0, cute.make_layout(1), cute.group_modes(shared_b, 0, 2), _columns(own_weight)
             )
             everyone = cutlass.Int16((1 << CLUSTER) - 1)
             filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _STAGES)
             for number in cutlass.range(cluster, tiles, clusters, unroll=1):
-                block, column = scalars.tile_at(number, blocks, columns, group)
-                row_a, row_b = from_a[(None, block * CLUSTER + rank, None)], from_b[(None, column, None)]
+                block, column = scalars.tile_at(number, rank, blocks, columns, group)
+                row = block * CLUSTER
+                if number < whole:
+                    row += rank
                 for k in cutlass.range(depth, unroll=1):
                     loads.producer_acquire(filled)
                     barrier = loads.producer_get_barrier(filled)
-                    cute.copy(atom_a, row_a[(None, k)], to_a[(None, filled.index)], tma_bar_ptr=barrier)
-                    cute.copy(
-                        atom_b, row_b[(None, k)], to_b[(None, filled.index)], tma_bar_ptr=barrier, mcast_mask=everyone
-                    )
+                    cute.copy(atom_a, from_a[(None, row, k)], to_a[(None, filled.index)], tma_bar_ptr=barrier)
+                    if number < whole:
+                        cute.copy(
+                            atom_b, from_b[(None, column, k)], to_b[(None, filled.index)], tma_bar_ptr=barrier,
+                            mcast_mask=everyone,
+                        )
+                    else:
+                        cute.copy(
+                            atom_own_b, from_own_b[(None, column, k)], to_own_b[(None, filled.index)],
+                            tma_bar_ptr=barrier,
+                        )
                     filled.advance()
             loads.producer_tail(filled)
 
@@ -206,12 +226,18 @@ class Forward:
             ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _STAGES)
             done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _STAGES)
             for number in cutlass.range(cluster, tiles, clusters, unroll=1):
-                block, column = scalars.tile_at(number, blocks, columns, group)
-                period_here = scalars.period_of(block, blocks, group, period, last_period)
-                slot, fresh = column % period_here, column < period_here
-                first_row = (block * CLUSTER + rank) * TOKENS + consumer * 64 + warp % 4 * 16
+                block, column = scalars.tile_at(number, rank, blocks, columns, group)
+                first = consumer * 64 + warp % 4 * 16
+                if number < whole:
+                    first += rank * TOKENS
+                slot, step, again = scalars.slots_of(
+                    block, blocks, columns, group, period, last_period, slots, clusters
+                )
                 # read before the products, so that nothing waits for it after them
-                rows = self.fold.rows(first_row, slot, fresh, target, factors, factor, partials)
+                rows = self.fold.rows(
+                    block * (CLUSTER * TOKENS) + first, slot + first * step + column % again, step, column < again,
+                    target, factors, factor, partials,
+                )
                 loads.consumer_wait(ready)
                 warpgroup.fence()
                 for i in range_constexpr(_DEPTH // 16):
@@ -234,7 +260,8 @@ class Forward:
                 loads.consumer_release(done)
                 done.advance()
                 z = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, COLUMN // 8)))
-                self.fold.fold(z, rows, slot, bias, partials, logp, inner, column * COLUMN, weight.shape[0])
+                if column < columns:
+                    self.fold.fold(z, rows, bias, partials, logp, inner, column * COLUMN, weight.shape[0])
 
     @cute.kernel
     def merge(
@@ -252,20 +279,31 @@ class Forward:
         group: Int32,
         period: Int32,
         last_period: Int32,
+        slots: Int32,
+        clusters: Int32,
     ):
         """Results of a token by a warp, from its slots."""
-        row = cute.arch.block_idx()[0] * _MERGE_WARPS + cute.arch.warp_idx()
-        if row < lse.shape[0]:
-            slots = scalars.period_of(row // (CLUSTER * TOKENS), blocks, group, period, last_period)
-            if slots > columns:
-                slots = columns
-            self.fold.merge(row, slots, vocabulary, partials, target, ignore, ignores, logp, lse, entropy)
+        token = cute.arch.block_idx()[0] * _MERGE_WARPS + cute.arch.warp_idx()
+        if token < lse.shape[0]:
+            block = token // (CLUSTER * TOKENS)
+            slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, clusters)
+            if again > columns:
+                again = columns
+            self.fold.merge(
+                token, slot + token % (CLUSTER * TOKENS) * step, again, vocabulary, partials, target, ignore, ignores,
+                logp, lse, entropy,
+            )
 
 
 def tiled_mma(dtype):
     """The matrix multiplication of a tile by all consumers."""
     major = (cute.nvgpu if hasattr(cute.nvgpu, "OperandMajorMode") else warpgroup).OperandMajorMode.K  # moved in 4.8
     return sm90.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, (_CONSUMERS, 1, 1), tiler_mn=(64, COLUMN))
+
+
+def _columns(weight):
+    """A weight as (the elements of a tile, columns, depth tiles)."""
+    return cute.group_modes(cute.local_tile(weight, (COLUMN, _DEPTH), (None, None)), 0, 2)
 
 
 def _stages(dtype, rows):

@@ -4,6 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from headmux.backends.cutedsl.schedule import CLUSTER, TOKENS
+
 LOWEST = -3.0e38
 """Largest exponent of no logits: below every logit, and finite, so that differences are never NaN."""
 
@@ -27,24 +29,36 @@ def larger(x: Float32, y: Float32) -> Float32:
 
 
 @cute.jit
-def tile_at(number: Int32, blocks: Int32, columns: Int32, group: Int32):
-    """Token block and column of a tile, see headmux.backends.cutedsl.schedule."""
+def tile_at(number: Int32, rank: Int32, blocks: Int32, columns: Int32, group: Int32):
+    """Token block and column of a thread block's tile, see headmux.backends.cutedsl.schedule.
+
+    ``rank`` is the thread block's place in its cluster. In a half block the column may be one too many.
+    """
     per_group = group * columns
     first = number // per_group * group
     height = blocks - first
     if height > group:
         height = group
     rest = number % per_group
+    if number >= blocks * columns:
+        first, height, rest = blocks, Int32(1), (number - blocks * columns) * CLUSTER + rank
     return first + rest % height, rest // height
 
 
 @cute.jit
-def period_of(block: Int32, blocks: Int32, group: Int32, period: Int32, last_period: Int32):
-    """The period of a token block's group."""
-    found = period
+def slots_of(
+    block: Int32, blocks: Int32, columns: Int32, group: Int32, period: Int32, last_period: Int32, slots: Int32,
+    clusters: Int32,
+):
+    """The place of a token block's first slot, the step from a token to the next, and after how many columns a slot
+    is used again. Slots of a token lie side by side.
+    """
+    step, again = slots, period
     if block >= (blocks - 1) // group * group:
-        found = last_period
-    return found
+        again = last_period
+    if block >= blocks:
+        step, again = clusters * CLUSTER, clusters * CLUSTER
+    return block * (CLUSTER * TOKENS * slots), step, again
 
 
 @cute.jit

@@ -75,12 +75,13 @@ def statistics(
     factors = outer * _LOG2E / temperature
     one, each = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
     schedule = Schedule.of(tokens, vocabulary, hidden, _multiprocessors(input.device.index))
-    partials = input.new_empty((3 if entropy else 2, tokens, schedule.slots), dtype=torch.float32)
+    partials = input.new_empty((3 if entropy else 2, schedule.size), dtype=torch.float32)
     run = kernel(Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None))
     with torch.cuda.device(input.device):
         run(
             _aligned(input), _aligned(weight), bias, target.contiguous(), each, partials, *found, inner, one,
-            ignore_index or 0, int(ignore_index is not None), schedule.group, *schedule.periods, schedule.clusters,
+            ignore_index or 0, int(ignore_index is not None), schedule.group, *schedule.periods,
+            schedule.slots, schedule.clusters,
         )
     return found
 

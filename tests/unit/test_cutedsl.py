@@ -67,51 +67,62 @@ def test_has_no_jsd() -> None:
     assert "jsd" not in registry.get_backend("cutedsl").kernels
 
 
-SHAPES = [(1, 1, 8), (1000, 128256, 4096), (8192, 128256, 4096), (300, 999, 64), (5000, 300, 8192), (9999, 32000, 2048)]
+SHAPES = [
+    (1, 1, 8), (128, 999, 64), (129, 999, 64), (1000, 128256, 4096), (8192, 128256, 4096), (5000, 300, 8192),
+    (9999, 32000, 2048), (2 * 256 + 3, 257, 64),
+]
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 7, 1])
 @pytest.mark.parametrize(("tokens", "vocabulary", "hidden"), SHAPES)
-def test_every_slot_belongs_to_one_cluster_and_starts_fresh(
+def test_every_slot_belongs_to_one_thread_block_and_starts_fresh(
     tokens: int, vocabulary: int, hidden: int, multiprocessors: int
 ) -> None:
     plan = Schedule.of(tokens, vocabulary, hidden, multiprocessors)
-    assert (plan.blocks - 1) * CLUSTER * TOKENS < tokens <= plan.blocks * CLUSTER * TOKENS
+    covered = (CLUSTER * plan.blocks + plan.half) * TOKENS
+    assert covered - TOKENS < tokens <= covered
     assert (plan.columns - 1) * COLUMN < vocabulary <= plan.columns * COLUMN
-    assert 1 <= plan.group <= plan.blocks
-    tiles = plan.blocks * plan.columns
+    assert 1 <= plan.group <= max(1, plan.blocks)
+    whole, half = plan.blocks * plan.columns, (-(-plan.columns // CLUSTER) if plan.half else 0)
+    assert plan.clusters <= whole + half
     seen: Counter[tuple[int, int]] = Counter()
-    owners: dict[tuple[int, int], set[int]] = defaultdict(set)
+    owners: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
     slots_of: dict[int, set[int]] = defaultdict(set)
-    for number in range(tiles):
-        block, column, height = place(number, plan)
-        period = plan.periods[block // plan.group == (plan.blocks - 1) // plan.group]
-        assert period == plan.period(height)
-        seen[block, column] += 1
-        slot = column % period
-        if (block, slot) not in owners:
-            assert column < period  # the kernel takes this for a slot's first use
-        owners[block, slot].add(number % plan.clusters)
-        slots_of[block].add(slot)
-    assert len(seen) == tiles
+    for number in range(whole + half):
+        for rank in range(1 if number < whole else CLUSTER):  # in a whole block the ranks have different tokens
+            block, column, again = place(number, rank, plan)
+            if column >= plan.columns:
+                continue
+            seen[block, column] += 1
+            slot = column % again
+            if (block, slot) not in owners:
+                assert column < again  # the kernel takes this for a slot's first use
+            owners[block, slot].add((number % plan.clusters, rank))
+            slots_of[block].add(slot)
+    assert len(seen) == (plan.blocks + plan.half) * plan.columns
     assert set(seen.values()) == {1}
-    assert all(len(clusters) == 1 for clusters in owners.values())
-    for slots in slots_of.values():
+    assert all(len(blocks) == 1 for blocks in owners.values())
+    for block, slots in slots_of.items():
         assert slots == set(range(len(slots)))
-        assert len(slots) <= plan.slots
+        assert len(slots) <= (plan.slots if block < plan.blocks else CLUSTER * plan.clusters)
+    assert plan.size == plan.blocks * 256 * plan.slots + plan.half * 128 * CLUSTER * plan.clusters
 
 
 def test_slots_are_few() -> None:
-    plan = Schedule.of(8192, 128256, 4096, 132)
-    assert plan.slots * 8192 * 3 * 4 < 8 * 2**20
+    assert Schedule.of(8192 + 100, 128256, 4096, 132).size * 3 * 4 < 8 * 2**20
 
 
-def place(number: int, plan: Schedule) -> tuple[int, int, int]:
-    """Block, column and height of the group of a tile."""
+def place(number: int, rank: int, plan: Schedule) -> tuple[int, int, int]:
+    """Block and column of a thread block's tile, and after how many columns its slots are used again."""
+    if number >= plan.blocks * plan.columns:
+        column = (number - plan.blocks * plan.columns) * CLUSTER + rank
+        return plan.blocks, column, CLUSTER * plan.clusters
     first = number // (plan.group * plan.columns) * plan.group
     height = min(plan.group, plan.blocks - first)
     rest = number - first * plan.columns
-    return first + rest % height, rest // height, height
+    again = plan.periods[first + plan.group >= plan.blocks]
+    assert again == plan.period(height)
+    return first + rest % height, rest // height, again
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 from pathlib import Path
@@ -20,19 +21,21 @@ from cutlass.cute.runtime import from_dlpack
 from headmux.backends.cutedsl import build, scalars
 from headmux.backends.cutedsl.build import Config
 from headmux.backends.cutedsl.forward import tiled_mma
-from headmux.backends.cutedsl.schedule import COLUMN, TOKENS, Schedule
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
 
 PLAIN = Config(torch.bfloat16)
 
 
 @cute.jit
 def _place(
-    number: Int32, blocks: Int32, columns: Int32, group: Int32, period: Int32, last_period: Int32, out: cute.Tensor
+    number: Int32, rank: Int32, blocks: Int32, columns: Int32, group: Int32, period: Int32, last_period: Int32,
+    slots: Int32, clusters: Int32, out: cute.Tensor,
 ):
-    block, column = scalars.tile_at(number, blocks, columns, group)
-    out[0] = block
-    out[1] = column
-    out[2] = scalars.period_of(block, blocks, group, period, last_period)
+    block, column = scalars.tile_at(number, rank, blocks, columns, group)
+    slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, clusters)
+    found = (block, column, slot, step, again)
+    for i in cutlass.range_constexpr(5):
+        out[i] = found[i]
 
 
 @cute.jit
@@ -45,21 +48,31 @@ def _combine(sets: cute.Tensor, out: cute.Tensor):
     out[2] = moment
 
 
-@pytest.mark.parametrize(("tokens", "vocabulary", "hidden"), [(1, 1, 8), (5000, 2000, 4096), (2600, 1300, 8192)])
-def test_tiles_and_periods_are_those_of_the_schedule(tokens: int, vocabulary: int, hidden: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "hidden"), [(1, 1, 8), (5000, 2000, 4096), (2660, 1300, 8192), (256, 30000, 64)]
+)
+def test_tiles_and_slots_are_those_of_the_schedule(tokens: int, vocabulary: int, hidden: int) -> None:
     plan = Schedule.of(tokens, vocabulary, hidden, 132)
-    out = torch.zeros(3, dtype=torch.int32)
-    run = cute.compile(_place, *[Int32(1)] * 6, from_dlpack(out))
-    seen = set()
-    for number in range(plan.blocks * plan.columns):
-        run(number, plan.blocks, plan.columns, plan.group, *plan.periods, from_dlpack(out))
-        block, column, period = out.tolist()
-        first = block // plan.group * plan.group
-        height = min(plan.group, plan.blocks - first)
-        assert number == first * plan.columns + column * height + block - first
-        assert period == plan.period(height)
-        seen.add((block, column))
-    assert len(seen) == plan.blocks * plan.columns
+    out = torch.zeros(5, dtype=torch.int32)
+    run = cute.compile(_place, *[Int32(1)] * 9, from_dlpack(out))
+    whole = plan.blocks * plan.columns
+    half = -(-plan.columns // CLUSTER) if plan.half else 0
+    for number, rank in itertools.product(range(whole + half), range(CLUSTER)):
+        run(
+            number, rank, plan.blocks, plan.columns, plan.group, *plan.periods, plan.slots, plan.clusters,
+            from_dlpack(out),
+        )
+        block, column, slot, step, again = out.tolist()
+        assert slot == block * TOKENS * CLUSTER * plan.slots
+        if number < whole:
+            first = block // plan.group * plan.group
+            height = min(plan.group, plan.blocks - first)
+            assert number == first * plan.columns + column * height + block - first
+            assert (step, again) == (plan.slots, plan.period(height))
+        else:
+            assert (block, column) == (plan.blocks, (number - whole) * CLUSTER + rank)
+            assert step == again == plan.clusters * CLUSTER
+            assert slot + TOKENS * step == plan.size
 
 
 @pytest.mark.parametrize("spread", [1.0, 30.0, 3000.0])
@@ -173,8 +186,8 @@ def test_arguments_are_checked_before_a_launch(cache: Path) -> None:
     rows = [torch.zeros(8) for _ in range(2)]
     with pytest.raises(ValueError, match="expected device_type=cuda"):
         build.kernel(PLAIN)(
-            x, x, None, torch.zeros(8, dtype=torch.int64), None, torch.zeros(2, 8, 1), *rows, None, 1.0, 1.0,
-            0, 0, 1, 1, 1, 1,
+            x, x, None, torch.zeros(8, dtype=torch.int64), None, torch.zeros(2, 8), *rows, None, 1.0, 1.0,
+            0, 0, 1, 1, 1, 1, 1,
         )
 
 
