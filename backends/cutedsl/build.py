@@ -146,7 +146,10 @@ def _folder() -> Path:
     named = os.environ.get(VARIABLE, "").strip()
     if named:
         return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headmux"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headmux"
+    except RuntimeError as error:  # the user has no home
+        raise OSError(str(error)) from error
 
 
 def _digest(config: Config) -> str:

@@ -53,7 +53,7 @@ class Schedule:
         """The schedule for so many tokens, vocabulary rows, hidden features (of 2 bytes) and multiprocessors."""
         blocks, half = divmod(-(-tokens // TOKENS), CLUSTER)
         columns = -(-vocabulary // COLUMN)
-        groups = max(1, -(-blocks // max(1, _GROUP_BYTES // (CLUSTER * TOKENS * hidden * 2))))
+        groups = max(1, -(-blocks // max(2, _GROUP_BYTES // (CLUSTER * TOKENS * hidden * 2))))
         tiles = blocks * columns + half * -(-columns // CLUSTER)
         clusters = min(max(1, multiprocessors // CLUSTER), tiles)
         return cls(blocks, half > 0, columns, max(1, -(-blocks // groups)), clusters)

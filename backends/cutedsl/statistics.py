@@ -74,14 +74,13 @@ def statistics(
         bias = torch.nn.functional.pad(bias, (0, -vocabulary % COLUMN))
     factors = outer * _LOG2E / temperature
     one, each = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
-    schedule = Schedule.of(tokens, vocabulary, hidden, _multiprocessors(input.device.index))
-    partials = input.new_empty((3 if entropy else 2, schedule.size), dtype=torch.float32)
-    run = kernel(Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None))
+    slots, schedule = _schedule(tokens, vocabulary, hidden, input.device.index)
+    partials = input.new_empty((3 if entropy else 2, slots), dtype=torch.float32)
+    config = Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None)
     with torch.cuda.device(input.device):
-        run(
+        kernel(config)(
             _aligned(input), _aligned(weight), bias, target.contiguous(), each, partials, *found, inner, one,
-            ignore_index or 0, int(ignore_index is not None), schedule.group, *schedule.periods,
-            schedule.slots, schedule.clusters,
+            ignore_index or 0, int(ignore_index is not None), *schedule,
         )
     return found
 
@@ -89,8 +88,8 @@ def statistics(
 def _factors(scale: float, softcap: float | None, bias: bool) -> tuple[float, float]:
     """What products are multiplied with inside, before bias and softcap, and what the result is multiplied with.
 
-    The kernel's softcap is tanh of half its argument's power of e, taken as a power of 2. Its factor outside must be
-    above 0, since it looks for the largest logit before.
+    The kernel takes tanh(a) as 1 - 2 / (1 + 2^x) with x = 2 a log2(e), and finds the largest logit before it multiplies
+    with the outer factor, which therefore must be above 0.
     """
     if softcap is not None:
         return 2 * _LOG2E * scale / softcap, softcap
@@ -107,6 +106,8 @@ def _aligned(rows: Tensor) -> Tensor:
     return rows.clone(memory_format=torch.contiguous_format)
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+@functools.lru_cache(maxsize=256)
+def _schedule(tokens: int, vocabulary: int, hidden: int, device: int) -> tuple[int, tuple[int, ...]]:
+    """How many slots all tokens take, and what the kernels are told of the schedule."""
+    found = Schedule.of(tokens, vocabulary, hidden, torch.cuda.get_device_properties(device).multi_processor_count)
+    return found.size, (found.group, *found.periods, found.slots, found.clusters)
