@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import current
-from headmux.backends.common.head import Gradients, Head
+from headmux.backends.common.head import Chunk, Gradients, Head, ScaleRows, scale_rows
 from headmux.backends.common.plan import Plan, pieces
 from headmux.backends.common.storage import capacity, padded, rows_of, workspace
 
-Fill = Callable[[slice, Tensor], None]
-"""``fill(tokens, held)`` leaves the logits' gradient of these tokens in ``held`` [V, n]."""
+Fill = Callable[[slice, Tensor], "Tensor | None"]
+"""``fill(tokens, held)`` leaves the logits' gradient of these tokens in ``held`` [V, n], but for a factor for each token
+[n] that it returns, if not None."""
 
 
 class Chunks:
@@ -38,11 +39,12 @@ class Chunks:
         accum_dtype: torch.dtype | None,
         held_dtype: torch.dtype,
         plan: Plan,
+        scale_rows: ScaleRows = scale_rows,
     ) -> None:
         self._head, self._dtypes, self._held_dtype = head, dtypes, held_dtype
         self._tokens, self._hidden = head.input.shape
         self._once = accum_dtype is not None
-        self.plan = plan
+        self.plan, self._scale_rows = plan, scale_rows
         self._total_dtype = dtypes[1]
         self.inside = self._room() if needs[1] else 0
         rest = self._tokens - self.inside
@@ -85,15 +87,14 @@ class Chunks:
         if total is None and needs[1]:
             shape = (self.plan.vocabulary, self._hidden)
             total = self._head.weight.new_empty(shape, dtype=self._total_dtype)
-        sums = Gradients(self._head, needs, self._dtypes, total, self.plan)
+        sums = Gradients(self._head, needs, self._dtypes, total, self.plan, self._scale_rows)
         places = [] if held is None else [(slice(0, self.inside), held)]
         ready = []
         for tokens, place in (*places, *self.outside(self.inside)):
-            fill(tokens, place)
-            ready.append((tokens, place))
+            ready.append(Chunk(tokens, place, fill(tokens, place)))
             if place is held and tokens.stop < self._tokens:
                 continue
-            sums.add(ready, inside=ready[0][1] is held, once=self._once)
+            sums.add(ready, inside=ready[0].gradient is held, once=self._once)
             ready = []
         return sums.result()
 

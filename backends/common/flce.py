@@ -73,7 +73,8 @@ def _softmax(make: MakeSoftmax, admit: Admit, args: FLCEArgs) -> Softmax:
         temperature=1.0,
     )
     smoothed = (1.0 if args.ce_weight is None else args.ce_weight) if args.label_smoothing else None
-    wanted = Wanted(best=args.return_predicted, smoothed=smoothed)
+    proportional = smoothed is None and not (args.lse_square_scale or args.return_predicted or args.needs[2])
+    wanted = Wanted(best=args.return_predicted, smoothed=smoothed, proportional=proportional)
     bias = args.weight if args.bias is None else args.bias
     dtypes = (args.input.dtype, args.weight.dtype, bias.dtype)
     return make(head, labels, wanted, args.needs, dtypes, args.accum_dtype)

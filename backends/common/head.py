@@ -6,7 +6,7 @@ grad_weight (headmux.backends.common.storage).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,13 +25,14 @@ class Head:
     """Hidden states, weight and bias, and how the logits are transformed.
 
     Attributes:
-        input: [N, H], 0 in rows of tokens that do not count.
+        input: [N, H], 0 in rows of tokens that do not count, but where ``counts`` tells which those are.
         weight: [V, H].
         bias: [V] or None.
         dtype: dtype of the GEMMs' operands.
         scale: Factor of the logits.
         softcap: Bound of the scaled logits, or None.
         temperature: Divisor of what comes out, a number or [N].
+        counts: [N], 0 for tokens that do not count and 1 for the others, or None.
     """
 
     input: Tensor
@@ -41,6 +42,7 @@ class Head:
     scale: float
     softcap: float | None
     temperature: float | Tensor
+    counts: Tensor | None = None
 
     @property
     def wide(self) -> torch.dtype:
@@ -90,6 +92,31 @@ class Head:
         return t.square_().neg_().add_(1.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The logits' gradient of some tokens.
+
+    Attributes:
+        tokens: Which.
+        gradient: [V, n], with respect to ``input @ weight.T``, but for ``factor``.
+        factor: [n], what each token's column is still to be multiplied with, or None. Such a factor never meets the
+            [V, n] elements: it scales the token's hidden state, and the row of its grad_input.
+    """
+
+    tokens: slice
+    gradient: Tensor
+    factor: Tensor | None = None
+
+
+ScaleRows = Callable[..., Tensor]
+"""Scales rows, as ``scale_rows`` does."""
+
+
+def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
+    """[n, H] states times [n] factors, rounded once, in ``out`` or a new tensor."""
+    return torch.mul(states, factors[:, None], out=torch.empty_like(states) if out is None else out)
+
+
 class Gradients:
     """Gradients of a head, summed over chunks of tokens.
 
@@ -99,32 +126,49 @@ class Gradients:
     """
 
     def __init__(
-        self, head: Head, needs: tuple[bool, ...], dtypes: tuple[torch.dtype, ...], total: Tensor | None, plan: Plan
+        self,
+        head: Head,
+        needs: tuple[bool, ...],
+        dtypes: tuple[torch.dtype, ...],
+        total: Tensor | None,
+        plan: Plan,
+        scale_rows: ScaleRows,
     ) -> None:
-        self._head, self._needs, self._dtypes, self._plan = head, needs, dtypes, plan
+        self._head, self._needs, self._dtypes, self._plan, self._scale_rows = head, needs, dtypes, plan, scale_rows
         self.total = total
         self._input = head.input.new_empty(head.input.shape, dtype=dtypes[0]) if needs[0] else None
         self._bias: Tensor | None = None
         self._first = True
 
-    def add(self, chunks: Sequence[tuple[slice, Tensor]], *, inside: bool = False, once: bool = False) -> None:
-        """Add chunks of tokens with their logits' gradient [V, n], which is lost.
+    def add(self, chunks: Sequence[Chunk], *, inside: bool = False, once: bool = False) -> None:
+        """Add chunks of tokens, whose logits' gradient is lost.
 
         With ``inside``, that of the first chunk lies in the storage of ``total``; with ``once``, the sum over these
         chunks is rounded once.
         """
         head = self._head
-        for tokens, gradient in chunks:
+        for chunk in chunks:
             if self._input is not None:
-                self._input_gradient(gradient, self._input[tokens])
+                out = self._input[chunk.tokens]
+                self._input_gradient(chunk.gradient, out)
+                if chunk.factor is not None:
+                    self._scale_rows(out, chunk.factor, out)
             if self._needs[2]:
-                found = gradient.sum(1, dtype=head.wide)
+                assert chunk.factor is None, "a factor never meets the elements that are summed here"
+                found = chunk.gradient.sum(1, dtype=head.wide)
                 self._bias = found if self._bias is None else self._bias.add_(found)
         if self.total is not None and self._needs[1]:
-            rows = self._plan.rows(chunks[0][1].shape[1])
-            pairs = [(gradient, head.input[tokens]) for tokens, gradient in chunks]
+            rows = self._plan.rows(chunks[0].gradient.shape[1])
+            pairs = [(chunk.gradient, self._states(chunk)) for chunk in chunks]
             accumulate(self.total, pairs, head.dtype, first=self._first, rows=rows, inside=inside, once=once)
         self._first = False
+
+    def _states(self, chunk: Chunk) -> Tensor:
+        head = self._head
+        states, factor = head.input[chunk.tokens], chunk.factor
+        if factor is None and head.counts is not None:
+            factor = head.counts[chunk.tokens]
+        return states if factor is None else self._scale_rows(states.to(head.dtype), factor)
 
     def _input_gradient(self, logit_gradient: Tensor, out: Tensor) -> None:
         head = self._head

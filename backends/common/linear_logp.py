@@ -75,4 +75,5 @@ def _softmax(make: MakeSoftmax, admit: Admit, args: LinearLogpArgs, *, entropy: 
     )
     bias = args.weight if args.bias is None else args.bias
     dtypes = (args.input.dtype, args.weight.dtype, bias.dtype)
-    return make(head, labels, Wanted(entropy=entropy), args.needs, dtypes, args.accum_dtype)
+    wanted = Wanted(entropy=entropy, proportional=not (entropy or args.return_lse or args.needs[2]))
+    return make(head, labels, wanted, args.needs, dtypes, args.accum_dtype)

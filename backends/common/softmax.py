@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.chunks import Chunks
-from headmux.backends.common.head import Head
+from headmux.backends.common.head import Head, ScaleRows, scale_rows
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan, plan
 
@@ -26,11 +26,14 @@ class Wanted:
         entropy: The entropy.
         best: The index of the largest logit.
         smoothed: Sum over the vocabulary of the logits times these [V] weights; a float stands for equal ones.
+        proportional: The gradient will be a multiple of p - [j = y] for each token: ``Coefficients.softmax`` and
+            ``label`` are the same, and there is nothing else.
     """
 
     entropy: bool = False
     best: bool = False
     smoothed: Tensor | float | None = None
+    proportional: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class Softmax(ABC):
     block_dtype: torch.dtype
     copies: int
     block_bytes: int | None = None
+    scale_rows: ScaleRows = staticmethod(scale_rows)
 
     def __init__(
         self,
@@ -103,7 +107,7 @@ class Softmax(ABC):
             copies=self.copies,
             block_bytes=self.block_bytes,
         )
-        self.places = Chunks(head, needs, dtypes, accum_dtype, self.held_dtype, cut)
+        self.places = Chunks(self.head, needs, dtypes, accum_dtype, self.held_dtype, cut, self.scale_rows)
         self._kept: tuple[Tensor, Tensor, Statistics, Any] | None = None
 
     @property
@@ -120,8 +124,13 @@ class Softmax(ABC):
         """Statistics of these tokens, and what ``to_gradient`` needs; with ``held`` [V, n], keep their logits there."""
 
     @abstractmethod
-    def to_gradient(self, held: Tensor, state: Any, statistics: Statistics, tokens: slice, by: Coefficients) -> None:
-        """Turn kept logits [V, n] into the gradient with respect to ``input @ weight.T``, in place."""
+    def to_gradient(
+        self, held: Tensor, state: Any, statistics: Statistics, tokens: slice, by: Coefficients
+    ) -> Tensor | None:
+        """Turn kept logits [V, n] into the gradient with respect to ``input @ weight.T``, in place.
+
+        Where a factor [n] is returned, the gradient is ``held`` times that.
+        """
 
     @abstractmethod
     def statistics(self, first: int = 0) -> Statistics | None:
@@ -147,13 +156,13 @@ class Softmax(ABC):
         kept, self._kept = self._kept, None
         found = []
 
-        def fill(tokens: slice, held: Tensor) -> None:
+        def fill(tokens: slice, held: Tensor) -> Tensor | None:
             if kept is not None and held is kept[1]:
                 statistics, state = kept[2:]
             else:
                 statistics, state = self.look(tokens, held)
-            self.to_gradient(held, state, statistics, tokens, coefficients(statistics, tokens))
             found.append(statistics)
+            return self.to_gradient(held, state, statistics, tokens, coefficients(statistics, tokens))
 
         gradients = self.places.gradients(fill, needs, None if kept is None else kept[:2])
         return Statistics.joined(found), gradients

@@ -23,7 +23,8 @@ class TritonDivergence(Divergence):
     """Three reads of the pair of logits, two where beta is 0."""
 
     copies = 1
-    block_bytes = 16 * MIB
+    # 2048 rows of 4096 tokens, as wide_bytes counts them
+    block_bytes = 32 * MIB
 
     def compare(
         self, tokens: slice, student: Tensor, teacher: Tensor, upstream: Tensor | None, out: Tensor | None
@@ -33,9 +34,10 @@ class TritonDivergence(Divergence):
         q, q_transform, q_lse = self._logits(self.student, student, tokens)
         p, p_transform, p_lse = self._logits(self.teacher, teacher, tokens)
         vocabulary, count = q.shape
-        cut = tuning(q.device).diverge.cut(count, vocabulary)
 
         def diverge(*, loss: bool, kl: Tensor | None = None, into: Tensor | None = None) -> Tensor:
+            tiles = tuning(q.device)
+            cut = (tiles.compare if into is None else tiles.diverge).cut(count, vocabulary)
             of_teacher, of_student = loss and beta != 1.0, loss and beta != 0.0
             partials = torch.empty((of_teacher + of_student, cut.parts, count), dtype=torch.float32, device=q.device)
             with on_device(q.device):

@@ -20,6 +20,8 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-3.0e38)
 _MASKED = tl.constexpr(-1.0e30)
 _NO_INDEX = tl.constexpr(2147483647)
+# exponentials of up to 2^64 times 2^31 classes, times gradients, stay far below the largest fp32 and bf16
+_MOST_BITS = tl.constexpr(64.0)
 
 
 @triton.jit
@@ -73,11 +75,8 @@ def _slope(y, softcap, inverse):
 
 
 @triton.jit
-def admit(
-    X, x_row, x_column, targets, ignored, n, H, V, out, index_out, valid_out, counts_out,
-    BN: tl.constexpr, BH: tl.constexpr,
-):  # fmt: skip
-    """See ``headmux.backends.common.labels.admit``. ``out`` [n, H], contiguous; None where nothing is ignored."""
+def sort_labels(targets, ignored, n, V, index_out, valid_out, counts_out, BN: tl.constexpr):
+    """See ``headmux.backends.common.labels.Labels``."""
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     here = c < n
     target = tl.load(targets + c, mask=here, other=0)
@@ -85,14 +84,21 @@ def admit(
     if ignored is not None:
         valid = target != ignored
         counts = tl.where(valid, counts, 0.0)
-        h = (tl.program_id(1) * BH + tl.arange(0, BH))[None, :]
-        inside = here[:, None] & (h < H)
-        place = X + c[:, None].to(tl.int64) * x_row + h.to(tl.int64) * x_column
-        x = tl.load(place, mask=inside & valid[:, None], other=0.0)
-        tl.store(out + c[:, None].to(tl.int64) * H + h, x, mask=inside)
         tl.store(valid_out + c, valid, mask=here)
     tl.store(index_out + c, tl.minimum(tl.maximum(target, 0), V - 1), mask=here)
     tl.store(counts_out + c, counts, mask=here)
+
+
+@triton.jit
+def scale_rows(X, x_row, x_column, factors, n, H, out, BN: tl.constexpr, BH: tl.constexpr):
+    """``out`` [n, H], contiguous: the rows of X times their factors, 0 where that is 0 whatever X holds. It may be X."""
+    c = tl.program_id(0) * BN + tl.arange(0, BN)
+    h = (tl.program_id(1) * BH + tl.arange(0, BH))[None, :]
+    factor = tl.load(factors + c, mask=c < n, other=0.0)[:, None]
+    mask = (c < n)[:, None] & (h < H)
+    x = tl.load(X + c[:, None].to(tl.int64) * x_row + h.to(tl.int64) * x_column, mask=mask & (factor != 0.0), other=0.0)
+    y = _rounded(x.to(tl.float32) * factor, out.dtype.element_ty)
+    tl.store(out + c[:, None].to(tl.int64) * H + h, y, mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
@@ -163,15 +169,116 @@ def look(
         tl.store(at + (2 + ENTROPY + SMOOTHED) * plane, best.to(tl.float32), mask=here)
 
 
+@triton.jit(do_not_specialize=["rows", "parts"])
+def exponentiate(
+    S, stride, n, V, labels, valid, bias, divisors, scale, inverse, guess, partials, rows, parts,
+    EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """``rows`` classes of S become exponentials exp(z - m), in place, 0 where a token is not valid; ``partials``
+    [2, parts, n] get m / log 2 and the sums of the exponentials but that of the label.
+
+    m is a token's ``guess`` [n], unless a logit lies so far above it that its exponential would not fit: then m is
+    raised to that logit, and what the program has stored for that token is scaled down.
+    """
+    columns = tl.cdiv(n, BN)
+    part = tl.program_id(0) // columns
+    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    here = c < n
+    low = part * rows
+    high = tl.minimum(low + rows, V)
+    inverse = _inverse(divisors, inverse, c, here)
+    counted = here
+    if valid is not None:
+        counted = tl.load(valid + c, mask=here, other=0) != 0
+    label = tl.load(labels + c, mask=here, other=0)
+    mine = counted & (label >= low) & (label < high)
+    at_label = tl.load(S + label * stride + c, mask=mine, other=0.0).to(tl.float32)
+    at_label = _bits(at_label, _bias(bias, label, mine), 1.0, scale, None, inverse)
+    if divisors is not None:
+        inverse = inverse[None, :]
+    # every thread has read its label before another writes there
+    tl.debug_barrier()
+    top = tl.load(guess + c, mask=here, other=0.0) * _LOG2E
+    total = tl.zeros((BN,), tl.float32)
+    for v in range(low, high, R):
+        row = v + tl.arange(0, R)
+        there = row < high
+        mask = here[None, :]
+        known = counted[None, :]
+        if not EVEN:
+            mask = mask & there[:, None]
+            known = known & there[:, None]
+        place = S + row[:, None].to(tl.int64) * stride + c[None, :]
+        raw = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        shift = _bias(bias, row, there)
+        if bias is not None:
+            shift = shift[:, None]
+        y = _bits(raw, shift, 1.0, scale, None, inverse)
+        if valid is not None or not EVEN:
+            y = tl.where(known, y, _LOWEST)
+        peak = tl.max(y, 0)
+        higher = tl.where(here & (peak > top + _MOST_BITS), peak, top)
+        if tl.max((higher > top).to(tl.int32), 0) > 0:
+            share = tl.exp2(top - higher)
+            total *= share
+            top = higher
+            tl.debug_barrier()
+            for u in range(low, v, R):
+                before = S + (u + tl.arange(0, R))[:, None].to(tl.int64) * stride + c[None, :]
+                e = tl.load(before, mask=here[None, :], other=0.0).to(tl.float32)
+                tl.store(before, _rounded(e * share[None, :], S.dtype.element_ty), mask=here[None, :])
+        e = tl.exp2(y - top[None, :])
+        tl.store(place, _rounded(e, S.dtype.element_ty), mask=mask)
+        total += tl.sum(e, 0)
+    total = tl.maximum(total - tl.where(mine, tl.exp2(at_label - top), 0.0), 0.0)
+    at = partials + part.to(tl.int64) * n + c
+    tl.store(at, top, mask=here)
+    tl.store(at + parts.to(tl.int64) * n, total, mask=here)
+
+
+@triton.jit(do_not_specialize=["rows", "parts"])
+def settle(
+    S, stride, n, V, labels, partials, statistics, rows, parts, EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr
+):
+    """Exponentials against one m for each token, which they are already unless one was raised, and at the label what
+    makes them a multiple of p - [j = y]: minus the sum of the others. ``statistics`` as ``combine`` leaves them.
+    """
+    columns = tl.cdiv(n, BN)
+    part = tl.program_id(0) // columns
+    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
+    here = c < n
+    low = part * rows
+    high = tl.minimum(low + rows, V)
+    mine = tl.load(partials + part.to(tl.int64) * n + c, mask=here, other=0.0)
+    top = tl.load(statistics + 2 * n + c, mask=here, other=0.0)
+    if tl.max((top > mine).to(tl.int32), 0) > 0:
+        share = tl.where(top > mine, tl.exp2(mine - top), 1.0)[None, :]
+        for v in range(low, high, R):
+            row = v + tl.arange(0, R)
+            mask = here[None, :]
+            if not EVEN:
+                mask = mask & (row < high)[:, None]
+            place = S + row[:, None].to(tl.int64) * stride + c[None, :]
+            e = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+            tl.store(place, _rounded(e * share, S.dtype.element_ty), mask=mask)
+        tl.debug_barrier()
+    label = tl.load(labels + c, mask=here, other=0)
+    others = tl.load(statistics + 3 * n + c, mask=here, other=0.0)
+    here = here & (label >= low) & (label < high)
+    tl.store(S + label * stride + c, _rounded(-others, S.dtype.element_ty), mask=here)
+
+
 @triton.jit(do_not_specialize=["parts"])
 def combine(
-    partials, parts, n, S, stride, labels, dots, bias, divisors, unit, scale, softcap, inverse, out, best_out,
-    ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr, BP: tl.constexpr, BN: tl.constexpr,
+    partials, parts, n, S, stride, labels, valid, dots, bias, divisors, unit, scale, softcap, inverse, out, best_out,
+    EXPONENTIALS: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr,
+    BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of BN tokens from their parts in a fixed order: ``out`` [1 + label + ENTROPY + SMOOTHED, n], the
-    logsumexp, the logit at the label and what else is wanted.
+    """Statistics of BN tokens from their parts in a fixed order: ``out`` [..., n], the logsumexp, with ``labels`` the
+    logit at the label, and what else is wanted. 0 where a token is not valid.
 
-    With ``labels``, the logit at each label is taken from the fp32 ``dots`` in place of the one that S holds.
+    The logit at each label is that of the fp32 ``dots``, in place of the one that S holds. With EXPONENTIALS, the parts
+    are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the exponentials but the label's, and p / e.
     """
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     here = c < n
@@ -206,27 +313,45 @@ def combine(
         label = tl.load(labels + c, mask=here, other=0)
         inverse = _inverse(divisors, inverse, c, here)
         shift = _bias(bias, label, here)
-        raw = tl.load(S + label * stride + c, mask=here, other=0.0).to(tl.float32)
-        held = _bits(raw, shift, unit, scale, softcap, inverse)
+        if EXPONENTIALS:
+            others = total
+        else:
+            held = tl.load(S + label * stride + c, mask=here, other=0.0).to(tl.float32)
+            held = _bits(held, shift, unit, scale, softcap, inverse)
+            e = tl.exp2(held - top)
+            others = tl.maximum(total - e, 0.0)
         exact = _bits(tl.load(dots + c, mask=here, other=0.0), shift, 1.0, scale, softcap, inverse)
         peak = tl.maximum(top, exact)
         share = tl.exp2(top - peak)
-        e = tl.exp2(held - top)
-        others = tl.maximum(total - e, 0.0)
         instead = tl.exp2(exact - peak)
         if ENTROPY:
             moment = share * (moment - e * (held - top) + others * (top - peak)) + instead * (exact - peak)
         total = share * others + instead
+        if EXPONENTIALS:
+            tl.store(out + 2 * n + c, _kept(top, valid, c, here), mask=here)
+            tl.store(out + 3 * n + c, _kept(others, valid, c, here), mask=here)
+            tl.store(out + 4 * n + c, _kept(share / total, valid, c, here), mask=here)
         top = peak
-        tl.store(out + n + c, exact * _LN2, mask=here)
+        tl.store(out + n + c, _kept(exact * _LN2, valid, c, here), mask=here)
     log_total = tl.log2(total)
-    tl.store(out + c, (top + log_total) * _LN2, mask=here)
+    tl.store(out + c, _kept((top + log_total) * _LN2, valid, c, here), mask=here)
     if ENTROPY:
-        tl.store(out + (1 + (labels is not None)) * n + c, (log_total - moment / total) * _LN2, mask=here)
+        entropy = _kept((log_total - moment / total) * _LN2, valid, c, here)
+        tl.store(out + (1 + (labels is not None)) * n + c, entropy, mask=here)
     if SMOOTHED:
-        tl.store(out + (1 + (labels is not None) + ENTROPY) * n + c, smoothed * _LN2, mask=here)
+        smoothed = _kept(smoothed * _LN2, valid, c, here)
+        tl.store(out + (1 + (labels is not None) + ENTROPY) * n + c, smoothed, mask=here)
     if BEST:
         tl.store(best_out + c, best.to(tl.int64), mask=here)
+
+
+@triton.jit
+def _kept(x, valid, c, here):
+    """x, but 0 where a token is not valid."""
+    if valid is None:
+        return x
+    else:
+        return tl.where(tl.load(valid + c, mask=here, other=0) != 0, x, 0.0)
 
 
 @triton.jit
@@ -250,11 +375,12 @@ def dots_at_labels(
 
 @triton.jit(do_not_specialize=["rows"])
 def to_gradient(
-    S, stride, n, V, labels, bias, divisors, weights, unit, scale, softcap, inverse,
+    S, stride, n, V, labels, valid, bias, divisors, weights, unit, scale, softcap, inverse,
     lse, at_label, softmax, label_part, entropy, smoothing, rows,
     EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """``rows`` classes of S become the gradient with respect to the raw logits; formed in fp32 and rounded once.
+    """``rows`` classes of S become the gradient with respect to the raw logits, 0 where a token is not valid; formed in
+    fp32 and rounded once.
 
     See ``headmux.backends.common.softmax.Coefficients``, of which ``softmax``, ``label_part``, ``entropy`` and
     ``smoothing`` are the parts.
@@ -285,7 +411,10 @@ def to_gradient(
             at_y -= spread * tl.load(weights + label, mask=here, other=0.0)
     if softcap is not None:
         at_y *= _slope(exact, softcap, inverse)
-    at_y *= chain
+    at_y = _kept(at_y * chain, valid, c, here)
+    counted = here
+    if valid is not None:
+        counted = tl.load(valid + c, mask=here, other=0) != 0
 
     if divisors is not None:
         chain = chain[None, :]
@@ -312,7 +441,10 @@ def to_gradient(
                 g -= spread[None, :] * tl.load(weights + row, mask=there, other=0.0)[:, None]
         if softcap is not None:
             g *= _slope(y, softcap, inverse)
-        tl.store(place, _rounded(g * chain, S.dtype.element_ty), mask=mask)
+        g *= chain
+        if valid is not None:
+            g = tl.where(counted[None, :], g, 0.0)
+        tl.store(place, _rounded(g, S.dtype.element_ty), mask=mask)
     # the tile's own stores come first
     tl.debug_barrier()
     tl.store(S + label * stride + c, _rounded(at_y, S.dtype.element_ty), mask=mine)

@@ -15,7 +15,7 @@ from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan
 from headmux.backends.common.softmax import Statistics, Wanted
 from headmux.backends.triton import kernels
-from headmux.backends.triton.tuning import INTERPRETED, tuning
+from headmux.backends.triton.tuning import INTERPRETED, Cut, tuning
 from headmux.contract import Upstream
 
 # fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
@@ -37,20 +37,29 @@ def unit(held: torch.dtype) -> float:
 def admit(
     states: Tensor, target: Tensor, ignore_index: int | None, classes: int, dtype: torch.dtype
 ) -> tuple[Labels, Tensor]:
-    """What ``headmux.backends.common.labels.admit`` does, in one launch."""
-    count, hidden = states.shape
+    """Labels in one launch, and the states as they are: kernels pass over what is not valid."""
+    count, target = target.shape[0], target.contiguous()
     index, counts = torch.empty_like(target), torch.empty(count, dtype=dtype, device=target.device)
-    kept, valid = states, None
-    if ignore_index is not None:
-        kept, valid = states.new_empty(count, hidden), torch.empty(count, dtype=torch.bool, device=target.device)
+    valid = None if ignore_index is None else torch.empty(count, dtype=torch.bool, device=target.device)
+    width = triton.next_power_of_2(count) if INTERPRETED else 256
+    with on_device(target.device):
+        kernels.sort_labels[(triton.cdiv(count, width),)](
+            target, ignore_index, count, classes, index, valid, counts, BN=width, num_warps=4
+        )
+    return Labels(index, valid, counts), states
+
+
+def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
+    """[n, H] states times [n] factors, rounded once, in ``out`` or a new tensor; 0 where the factor is."""
+    count, hidden = states.shape
+    out = states.new_empty(count, hidden) if out is None else out
     width, height = (count, hidden) if INTERPRETED else (4, 1024)
     width, height = triton.next_power_of_2(width), triton.next_power_of_2(min(height, hidden))
     with on_device(states.device):
-        kernels.admit[(triton.cdiv(count, width), 1 if valid is None else triton.cdiv(hidden, height))](
-            states, states.stride(0), states.stride(1), target, ignore_index, count, hidden, classes,
-            None if valid is None else kept, index, valid, counts, BN=width, BH=height, num_warps=4,
-        )  # fmt: skip
-    return Labels(index, valid, counts), kept
+        kernels.scale_rows[(triton.cdiv(count, width), triton.cdiv(hidden, height))](
+            states, states.stride(0), states.stride(1), factors, count, hidden, out, BN=width, BH=height, num_warps=4
+        )
+    return out
 
 
 def raw_logits(head: Head, tokens: slice, out: Tensor, plan: Plan) -> None:
@@ -84,7 +93,7 @@ class Transform:
 
 
 def statistics(
-    raw: Tensor, transform: Transform, wanted: Wanted, labels: Tensor | None = None, dots: Tensor | None = None
+    raw: Tensor, transform: Transform, wanted: Wanted, labels: Labels | None = None, dots: Tensor | None = None
 ) -> Statistics:
     """One read of raw logits. ``dots`` [n] are the fp32 raw logits at ``labels``, used in place of those in ``raw``."""
     vocabulary, count = raw.shape
@@ -97,18 +106,13 @@ def statistics(
     found = torch.empty((planes - wanted.best - (labels is None), count), dtype=torch.float32, device=device)
     best = torch.empty(count, dtype=torch.int64, device=device) if wanted.best else None
     flags = {"ENTROPY": wanted.entropy, "SMOOTHED": smoothed, "BEST": wanted.best}
-    few = min(cut.width, 32) if INTERPRETED else 16
     with on_device(device):
         kernels.look[(cut.programs,)](
             raw, raw.stride(0), count, vocabulary, t.bias, t.divisors, weights,
             unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
             **flags, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
         )  # fmt: skip
-        kernels.combine[(triton.cdiv(count, few),)](
-            partials, cut.parts, count, raw, raw.stride(0), labels, dots, t.bias, t.divisors,
-            unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best,
-            **flags, BP=128, BN=few, num_warps=4,
-        )  # fmt: skip
+        _combine(raw, t, cut, partials, found, labels, dots, best, EXPONENTIALS=False, **flags)
     rows = iter(found.unbind(0))
     return Statistics(
         lse=next(rows),
@@ -117,6 +121,50 @@ def statistics(
         smoothed=next(rows) if smoothed else None,
         best=best,
     )
+
+
+def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor) -> tuple[Statistics, Tensor]:
+    """Raw logits become, in place, exponentials that are a multiple of p - [j = y]; one read and one write.
+
+    Returns:
+        The statistics, and [n] the factors that make p - [j = y] of the exponentials.
+    """
+    vocabulary, count = raw.shape
+    t, device = transform, raw.device
+    # never above the logsumexp of all classes, and where it is far below the largest logit, m is raised
+    guess = statistics(raw[:_GUESS_ROWS], t, Wanted()).lse
+    cut = tuning(device).exponentiate.cut(count, vocabulary)
+    partials = torch.empty((2, cut.parts, count), dtype=torch.float32, device=device)
+    found = torch.empty((5, count), dtype=torch.float32, device=device)
+    tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps}
+    with on_device(device):
+        kernels.exponentiate[(cut.programs,)](
+            raw, raw.stride(0), count, vocabulary, labels.index, labels.valid, t.bias, t.divisors, t.scale, t.inverse, guess,
+            partials, cut.rows, cut.parts, **tiles,
+        )  # fmt: skip
+        flags = {"ENTROPY": False, "SMOOTHED": False, "BEST": False}
+        _combine(raw, t, cut, partials, found, labels, dots, None, EXPONENTIALS=True, **flags)
+        kernels.settle[(cut.programs,)](
+            raw, raw.stride(0), count, vocabulary, labels.index, partials, found, cut.rows, cut.parts, **tiles
+        )
+    lse, target_logit, _, _, factors = found.unbind(0)
+    return Statistics(lse, target_logit, None, None, None), factors
+
+
+_GUESS_ROWS = 1024
+
+
+def _combine(
+    raw: Tensor, t: Transform, cut: Cut, partials: Tensor, found: Tensor, labels: Labels | None, dots: Tensor | None,
+    best: Tensor | None, **flags: bool,
+) -> None:  # fmt: skip
+    count = raw.shape[1]
+    index, valid = (None, None) if labels is None else (labels.index, labels.valid)
+    width, height = (cut.width, 2) if INTERPRETED else (16, 128)
+    kernels.combine[(triton.cdiv(count, width),)](
+        partials, cut.parts, count, raw, raw.stride(0), index, valid, dots, t.bias, t.divisors,
+        unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, **flags, BP=height, BN=width, num_warps=4,
+    )  # fmt: skip
 
 
 def dots_at_labels(head: Head, labels: Tensor, tokens: slice) -> Tensor:

@@ -1,54 +1,94 @@
-"""Softmax over the vocabulary with Triton between cuBLAS's products: each logit is read twice and written once.
+"""Softmax over the vocabulary with Triton between cuBLAS's products.
 
 Raw logits are kept in the operands' dtype, as the product leaves them. Everything from there on is fp32, and the logit
-at each label is formed anew in fp32, so that its loss and its gradient p - 1 do not feel the rounding.
+at each label is formed anew in fp32, so that its loss and its gradient do not feel the rounding.
+
+Where a token's gradient is a multiple of p - [j = y], the forward turns its logits into exponentials, each read and
+written once, and the backward only scales rows of hidden states (``headmux.backends.common.head.Gradients``). Otherwise
+they are read for the statistics, and read and written for the gradient.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import MIB
+from headmux.backends.common.labels import Labels
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
 from headmux.backends.triton import kernels
-from headmux.backends.triton.launch import Transform, dots_at_labels, on_device, raw_logits, statistics, unit
+from headmux.backends.triton.launch import (
+    Transform,
+    dots_at_labels,
+    exponentials,
+    on_device,
+    raw_logits,
+    scale_rows,
+    statistics,
+    unit,
+)
 from headmux.backends.triton.tuning import tuning
 
 
 class TritonSoftmax(Softmax):
     """Raw logits, and kernels that look at them or turn them into their gradient."""
 
-    # 2048 rows of 4096 tokens: grad_weight's products of two waves of tiles each
-    block_bytes = 16 * MIB
+    scale_rows = staticmethod(scale_rows)
 
     def prepare(self) -> None:
         """Keep raw logits; a block of them is all that is held beside."""
+        if self.labels.valid is not None:
+            self.head = replace(self.head, counts=self.labels.counts)
         self.held_dtype = self.block_dtype = self.head.dtype
         self.copies = 1
+        # As few blocks as 64 MiB allow, with scaled states and partial statistics beside. Blocks of 16 MiB, of 2048
+        # rows at 4096 tokens and H = 4096, are products of two waves of tiles each, smaller ones are slower.
+        states = self.head.input.numel() * self.held_dtype.itemsize
+        self.block_bytes = min(32 * MIB, max(16 * MIB, 48 * MIB - states))
 
     def statistics(self, first: int = 0) -> Statistics | None:
         """One chunk's logits at a time."""
-        found = [self.look(tokens, held)[0] for tokens, held in self.places.outside(first)]
+        found = [
+            statistics(*self._logits(tokens, held), self.wanted, *self._at_labels(tokens))
+            for tokens, held in self.places.outside(first)
+        ]
         return Statistics.joined(found) if found else None
 
-    def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Transform]:
-        """One product and one read of the logits."""
+    def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Transform | Tensor]:
+        """One product, and one pass over the logits."""
         assert held is not None
-        labels = self.labels.index[tokens]
-        dots = dots_at_labels(self.head, labels, tokens)
-        raw_logits(self.head, tokens, held, self.plan)
-        transform = Transform(self.head, tokens)
-        return statistics(held, transform, self.wanted, labels, dots), transform
+        at_labels = self._at_labels(tokens)
+        raw, transform = self._logits(tokens, held)
+        # fp16 has no room for exponentials against a guess, and a bias needs the gradient itself
+        if self.wanted.proportional and held.dtype != torch.float16 and self.head.softcap is None:
+            return exponentials(raw, transform, *at_labels)
+        return statistics(raw, transform, self.wanted, *at_labels), transform
 
-    def to_gradient(self, held: Tensor, state: Transform, statistics: Statistics, tokens: slice, by: Coefficients) -> None:
-        """One read and one write of the logits."""
+    def to_gradient(
+        self, held: Tensor, state: Transform | Tensor, statistics: Statistics, tokens: slice, by: Coefficients
+    ) -> Tensor | None:
+        """Nothing is left to do for exponentials but to scale them; else one read and one write of the logits."""
+        labels = self.labels[tokens]
+        if isinstance(state, Tensor):
+            return state * by.softmax * self.head.chain(tokens)
         vocabulary, count = held.shape
         weights = self.wanted.smoothed if isinstance(self.wanted.smoothed, Tensor) else None
         cut = tuning(held.device).gradient.cut(count, vocabulary)
         with on_device(held.device):
             kernels.to_gradient[(cut.programs,)](
-                held, held.stride(0), count, vocabulary, self.labels.index[tokens], state.bias, state.divisors, weights,
-                unit(held.dtype), state.scale, state.softcap, state.inverse, statistics.lse, statistics.target_logit,
+                held, held.stride(0), count, vocabulary, labels.index, labels.valid,
+                state.bias, state.divisors, weights, unit(held.dtype), state.scale, state.softcap, state.inverse, statistics.lse, statistics.target_logit,
                 by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
                 EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
             )  # fmt: skip
+        return None
+
+    def _at_labels(self, tokens: slice) -> tuple[Labels, Tensor]:
+        labels = self.labels[tokens]
+        return labels, dots_at_labels(self.head, labels.index, tokens)
+
+    def _logits(self, tokens: slice, held: Tensor) -> tuple[Tensor, Transform]:
+        raw_logits(self.head, tokens, held, self.plan)
+        return held, Transform(self.head, tokens)

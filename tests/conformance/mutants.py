@@ -629,7 +629,7 @@ def _batch_dependent(args: Any) -> Any:
     return (outputs[0] * (1 + 1e-4 * (args.input.shape[0] == 1)), *outputs[1:]), residual  # type: ignore[operator]
 
 
-_add("depends-on-the-batch", "flce", Kernel(_batch_dependent, _real("flce").backward), "alone-or-together", "tokens-1")
+_add("depends-on-the-batch", "flce", Kernel(_batch_dependent, _real("flce").backward), "alone-or-together")
 
 _words = itertools.count()
 

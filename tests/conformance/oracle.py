@@ -19,8 +19,9 @@ The floors, for what one peer's errors do not show, since they can be small by l
   rounded to its dtype) or, if that is larger, of the probability in it (which a kernel may keep from the forward in the
   operands' dtype; an entropy or label smoothing subtracts from it; not at the target, and not in jsd), carried through
   the product as independent errors, and half an ulp of the result, twice for a reduced loss, whose gradients a kernel
-  may form with the loss and scale once the upstream is there. It is taken instead of the peer's measured error where
-  that is smaller by luck, not in addition.
+  may form with the loss and scale once the upstream is there. For the loss or the log-probability, half an ulp of the
+  logit at the target and, weighted with their probabilities, of all logits. It is taken instead of the peer's measured
+  error where that is smaller by luck, not in addition.
 - ``ulp`` (see ``headmux.testing.runner``), for Triton's interpreter alone.
 """
 
@@ -46,13 +47,14 @@ FLOOR_ULPS = 4.0
 class Result:
     """Outputs by name and gradients by role; a gradient is None where autograd returned none.
 
-    ``logit_gradient`` is the [N, V] operand of the gradients' matrix products, ``probabilities`` those of the model
-    that is differentiated, both of the oracle alone.
+    ``logit_gradient`` is the [N, V] operand of the gradients' matrix products, ``logits`` and ``probabilities`` those of
+    the model that is differentiated, all of the oracle alone.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     logit_gradient: Tensor | None = None
+    logits: Tensor | None = None
     probabilities: Tensor | None = None
 
     def named(self) -> dict[str, Tensor | None]:
@@ -147,7 +149,7 @@ def oracle(
             upstream={n: t.double() for n, t in given.items()},
         )
     result.logit_gradient = seen[-1] if seen else None
-    result.probabilities = mode.probabilities
+    result.logits, result.probabilities = mode.normalised, mode.probabilities
     return result
 
 
@@ -178,7 +180,8 @@ class _LogitGradients(TorchFunctionMode):
     With ``logits``, a product's result is replaced by that of it.
 
     Attributes:
-        probabilities: Softmax of the first logits that are normalised.
+        normalised: The first logits that are normalised.
+        probabilities: Their softmax.
     """
 
     _NORMALISED = (torch.logsumexp, torch.log_softmax)
@@ -192,12 +195,14 @@ class _LogitGradients(TorchFunctionMode):
         self._hook = hook
         self._logits = logits
         self._product: Tensor | None = None
+        self.normalised: Tensor | None = None
         self.probabilities: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
         if func in self._NORMALISED and self.probabilities is None:
-            self.probabilities = torch.softmax(args[0].detach(), dim=1)
+            self.normalised = args[0].detach()
+            self.probabilities = torch.softmax(self.normalised, dim=1)
         product = func in self._PRODUCTS
         if product and self._logits is not None:
             found = self._logits(found)
@@ -387,7 +392,11 @@ def _groups(problem: Problem, name: str, value: Tensor) -> list[tuple[str, Tenso
 
 
 def _terms(problem: Problem, name: str, want: Result, upstream: Tensor) -> Tensor | float:
-    """For each row of a gradient, the expected error of rounding the logit gradients that enter it, squared."""
+    """For each row of a result, the expected error of rounding what enters it, squared: of a gradient the logits'
+    gradient, of a loss or a log-probability the logits.
+    """
+    if name in ("loss", "logp") and problem.case.op != "jsd":
+        return _logit_terms(problem, want)
     if want.logit_gradient is None or not name.startswith("grad_"):
         return 0.0
     prefix = "student_" if problem.case.op == "jsd" else ""
@@ -407,6 +416,18 @@ def _terms(problem: Problem, name: str, want: Result, upstream: Tensor) -> Tenso
         states = torch.where(problem.valid[:, None], states, 0.0)
         return squares.T @ states.square().sum(1)
     return squares.sum(0) if role == "bias" else 0.0
+
+
+def _logit_terms(problem: Problem, want: Result) -> Tensor | float:
+    z, p, target = want.logits, want.probabilities, problem.tensors.get("target")
+    if z is None or p is None or target is None or problem.compute in (torch.float32, torch.float64):
+        return 0.0
+    index = target.reshape(-1).long().clamp(0, z.shape[1] - 1)
+    squares = z.gather(1, index[:, None])[:, 0].square() + (p * z.square()).sum(1)
+    squares = torch.where(problem.valid, squares, 0.0) * (torch.finfo(problem.compute).eps / 2) ** 2
+    with torch.no_grad():
+        scale = getattr(problem.op.request(**problem.tensors, **problem.options).args, "row_scale", None)
+    return squares if scale is None else (squares * scale.double().square()).sum()
 
 
 def _errors(
