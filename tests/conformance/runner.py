@@ -3,7 +3,8 @@
 Outcomes:
 
 - ``matched``: every error within its budget and every property held.
-- ``refused``: ``Backend.reject`` gave reasons, and the call raised ``UnsupportedCallError`` with exactly those.
+- ``refused``: ``Backend.reject`` gave reasons, and the call raised ``UnsupportedCallError`` with exactly those. Where
+  they speak against gradients alone, values are compared without.
 - ``known failure``: it failed, and the backend lists its id in ``known_failures``. If it does not fail, that is a
   failure.
 - ``failed``: anything else.
@@ -15,6 +16,7 @@ to nearest as on a GPU, so for the backend ``triton`` and there alone bf16 resul
 
 from __future__ import annotations
 
+import contextlib
 import os
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -118,7 +120,7 @@ class Context:
         where = _device(self.device)
         for dtype in DTYPES:
             candidate = replace(made, dtype=dtype)
-            if not self.backend.reject(call_of(candidate, where, _capability(where))):
+            if not _reasons(self.backend, candidate, where):
                 return candidate
         return made
 
@@ -151,6 +153,21 @@ class Context:
                 raise CheckFailed(f"reject gives {reasons}, but the call runs")
         raise Refused(reasons)
 
+    def roles(self, problem: Problem) -> tuple[str, ...] | None:
+        """The gradients to ask for where a check leaves it open: none of a backend that refuses them, once it is seen to
+        refuse as it should; None for those of the problem.
+        """
+        with oracles.context(problem):
+            with_gradients, without = (
+                self.op.explain(**oracles.leaves(problem, roles), **problem.options, impl=self.backend.name)
+                for roles in (None, ())
+            )
+        if with_gradients.chosen is not None or without.chosen is None:
+            return None
+        with contextlib.suppress(Refused):
+            self.admit(problem)
+        return ()
+
     def run(
         self,
         problem: Problem,
@@ -160,6 +177,8 @@ class Context:
         tensors: dict[str, Tensor | None] | None = None,
     ) -> Result:
         """Run the problem on the backend; nothing that it was given may have changed."""
+        if roles is None and tensors is None:
+            roles = self.roles(problem)
         given = oracles.leaves(problem, roles) if tensors is None else tensors
         self.admit(problem, given)
         arrives = problem.upstream if upstream is None else upstream
@@ -182,6 +201,8 @@ class Context:
         note: str = "",
     ) -> Result:
         """Run the problem, unless a result is given, and hold its errors against their budgets."""
+        if roles is None and result is None:
+            roles = self.roles(problem)
         got = self.run(problem, roles=roles, upstream=upstream) if result is None else result
         want = oracles.oracle(problem, roles=roles, upstream=upstream)
         by = oracles.peer(problem, roles=roles, upstream=upstream)
@@ -220,6 +241,12 @@ def _capability(device: torch.device) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
+def _reasons(backend: Backend, case: Case, where: torch.device, *, thorough: bool = False) -> tuple[str, ...]:
+    """Reasons against a case with its gradients and, if there are any, against it without."""
+    call = call_of(case, where, _capability(where))
+    return backend.reject(call, thorough=thorough) and backend.reject(replace(call, needs=()), thorough=thorough)
+
+
 def is_interpreted(backend: Backend) -> bool:
     """Whether the backend's kernels run in Triton's interpreter."""
     return backend.name == "triton" and os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -231,7 +258,9 @@ def devices_here() -> tuple[str, ...]:
 
 
 def usable_devices(backend: Backend) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-    """The kinds of device on which a backend runs the plain call of any op in any dtype, and why not on the others."""
+    """The kinds of device on which a backend runs the plain call of any op in any dtype, if without gradients, and why
+    not on the others.
+    """
     usable, against = [], {}
     broken = [r for m in backend.imports if (r := requirements.import_failure(m, really=True)) is not None]
     for kind in devices_here():
@@ -241,7 +270,7 @@ def usable_devices(backend: Backend) -> tuple[tuple[str, ...], dict[str, tuple[s
         for op in (op for op in registry.op_names() if op in backend.kernels or not backend.kernels):
             for dtype in DTYPES:
                 case = Case(f"{op}/plain", op, N=64, H=64, V=256, dtype=dtype)
-                reasons = backend.reject(call_of(case, where, _capability(where)), thorough=True)
+                reasons = _reasons(backend, case, where, thorough=True)
                 first, runs = first or reasons, runs or not reasons
         if runs and not broken:
             usable.append(kind)
