@@ -8,7 +8,7 @@ from torch import Tensor
 import headmux
 from headmux.testing import oracle as oracles
 from headmux.testing.cases import Problem, build, upstreams
-from headmux.testing.probes import _options, _reductions, _same, probe
+from headmux.testing.probes import _compare_row, _options, _reductions, _same, probe
 from headmux.testing.runner import Context
 
 # what ``probe`` adds goes into headmux.testing.probes.PROBES
@@ -18,7 +18,9 @@ from headmux.testing.runner import Context
 def _no_host_sync(context: Context) -> None:
     """Neither forward nor backward waits for the device."""
     for reduction in _reductions(context):
-        problem = context.problem(N=70, options=_options(context, reduction=reduction), bias=torch.float32)
+        problem = context.problem(
+            N=70, options=_options(context, reduction=reduction), bias=torch.float32, forward=True
+        )
         context.run(problem)
         tensors = oracles.leaves(problem)
         torch.cuda.synchronize()
@@ -34,7 +36,7 @@ def _cuda_graph(context: Context) -> None:
     """Forward and backward can be captured, and a replay computes from the inputs of that moment."""
     for reduction in _reductions(context):
         case = context.case(N=70, options=_options(context, reduction=reduction), bias=torch.float32)
-        problem = context.problem(case)
+        problem = context.problem(case, forward=True)
         context.run(problem)
         static = Problem(
             case,
@@ -68,7 +70,7 @@ def _cuda_graph(context: Context) -> None:
 @probe("streams", devices=("cuda",))
 def _streams(context: Context) -> None:
     """Work goes to the current stream: inputs that it makes just before are seen, on several streams at once."""
-    problem = context.problem(N=70, options=_options(context, reduction="none"), bias=torch.float32)
+    problem = context.problem(N=70, options=_options(context, reduction="none"), bias=torch.float32, forward=True)
     want = context.run(problem)
     torch.cuda.synchronize()
     results = []
@@ -145,22 +147,11 @@ def _logits_past_2_31(context: Context) -> None:
     """N * V > 2^31: the last row is what it is alone."""
     options = _options(context, reduction="none")
     case = context.case(N=17000, H=64, V=131072, dtype=torch.bfloat16, options=options, ignored=0.0)
-    problem = context.problem(case)
-    states = problem.roles[0]
+    problem = context.problem(case, forward=True)
     with headmux.budget(6000):
         got = context.run(problem)
     for row in (0, 16383, 16384, 16999):
-        tensors = {
-            n: t[row : row + 1] if t is not None and (n.endswith("input") or n == "target") else t
-            for n, t in problem.tensors.items()
-        }
-        alone = Problem(
-            case, tensors, problem.options, {n: u[row : row + 1] for n, u in problem.upstream.items()}, (states,)
-        )
-        g = got.gradients[states]
-        assert g is not None
-        part = oracles.Result({n: t[row : row + 1] for n, t in got.outputs.items()}, {states: g[row : row + 1]})
-        context.compare(alone, part, roles=(states,), note=f"row {row}: ")
+        _compare_row(context, problem, got, row)
 
 
 @probe("weight-past-2-31", ("flce", "linear_logp"), devices=("cuda",))

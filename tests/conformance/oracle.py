@@ -15,13 +15,13 @@ The floors, for what one peer's errors do not show, since they can be small by l
 - fp32 arithmetic (fp64 for fp64 inputs): an fp32 logit z is off by a few ulps of max|z|, so is log p, and p by as much
   relative to itself: ``FLOOR_ULPS * eps * (1 + max|z|)`` of the result's natural size: for a loss, 1 + max|loss|; for a
   row of a gradient, the upstream gradients that enter it times the largest factor each is multiplied with.
-- the expected error of the peer itself: half an ulp of every logit gradient (the operand of a matrix product must be
-  rounded to its dtype) or, if that is larger, of the probability in it (which a kernel may keep from the forward in the
-  operands' dtype; an entropy or label smoothing subtracts from it; not at the target, and not in jsd), carried through
-  the product as independent errors, and half an ulp of the result, twice for a reduced loss, whose gradients a kernel
-  may form with the loss and scale once the upstream is there. For the loss or the log-probability, half an ulp of the
-  logit at the target and, weighted with their probabilities, of all logits. It is taken instead of the peer's measured
-  error where that is smaller by luck, not in addition.
+- the expected error of the peer itself. Of a gradient: half an ulp of every logit gradient (the operand of a matrix
+  product must be rounded to its dtype) or, if that is larger, of the probability in it (which a kernel may keep from
+  the forward in the operands' dtype; an entropy or label smoothing subtracts from it; not at the target, and not in
+  jsd), carried through the product as independent errors, as much again for the hidden states in grad_weight, into
+  which a kernel may fold what arrives later, and half an ulp of the result, twice, for it may be scaled once formed. Of
+  the loss or the log-probability: half an ulp of the logit at the target and, weighted with their probabilities, of
+  all logits. It is taken instead of the peer's measured error where that is smaller by luck, not in addition.
 - ``ulp`` (see ``headmux.testing.runner``), for Triton's interpreter alone.
 """
 
@@ -47,8 +47,8 @@ FLOOR_ULPS = 4.0
 class Result:
     """Outputs by name and gradients by role; a gradient is None where autograd returned none.
 
-    ``logit_gradient`` is the [N, V] operand of the gradients' matrix products, ``logits`` and ``probabilities`` those of
-    the model that is differentiated, all of the oracle alone.
+    ``logit_gradient`` is the [N, V] operand of the gradients' matrix products, ``logits`` and ``probabilities`` those
+    of the model that is differentiated, all of the oracle alone.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -355,7 +355,7 @@ def judge(
                 raise AssertionError(f"{name} is {value.tolist()}, should be {true.tolist()}")
             continue
         terms = _terms(problem, name, want, scale.rows)
-        roundings = 2 if name.startswith("grad_") and problem.reduction != "none" else 1
+        roundings = 2 if name.startswith("grad_") else 1
         for group, rows in _groups(problem, name, value):
             measures += _errors(f"{name}{group}", value, true, rival, rows, terms, roundings, scale.of(name, true), ulp)
     return measures
@@ -414,7 +414,7 @@ def _terms(problem: Problem, name: str, want: Result, upstream: Tensor) -> Tenso
     if role == "weight":
         states = problem.states.reshape(-1, problem.states.shape[-1]).double()
         states = torch.where(problem.valid[:, None], states, 0.0)
-        return squares.T @ states.square().sum(1)
+        return 2 * squares.T @ states.square().sum(1)
     return squares.sum(0) if role == "bias" else 0.0
 
 

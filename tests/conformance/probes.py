@@ -374,7 +374,7 @@ def _no_gradients(context: Context) -> None:
     for bias in (None, torch.float32):
         # N < H, so that only a buffer of weight's size reaches V * H elements
         problem = context.problem(
-            N=32, H=64, V=2048, options=_options(context, reduction="none"), bias=bias, budget_mb=0.25
+            N=32, H=64, V=2048, options=_options(context, reduction="none"), bias=bias, budget_mb=0.25, forward=True
         )
         want = context.run(problem).outputs
         tensors = oracles.leaves(problem)
@@ -789,8 +789,9 @@ def _poisoned_memory(context: Context) -> None:
     """Every element of a result is written on every path: fresh memory that holds NaN does not show."""
     for reduction, mb in itertools.product(_reductions(context), (None, CHUNKED_MB)):
         problem = context.problem(
-            N=70, options=_options(context, reduction=reduction), bias=torch.float32, ignored=0.4, budget_mb=mb
-        )
+            N=70, options=_options(context, reduction=reduction), bias=torch.float32, ignored=0.4, budget_mb=mb,
+            forward=True,
+        )  # fmt: skip
         want = context.run(problem)
         with Poisoned():
             got = oracles.evaluate(context.call, problem)
@@ -822,7 +823,7 @@ def _deterministic(context: Context) -> None:
     """The same call gives the same bits."""
     for reduction, mb in itertools.product(_reductions(context), (None, CHUNKED_MB)):
         problem = context.problem(
-            N=70, options=_options(context, reduction=reduction), bias=torch.float32, budget_mb=mb
+            N=70, options=_options(context, reduction=reduction), bias=torch.float32, budget_mb=mb, forward=True
         )
         first = context.run(problem)
         for _ in range(2):
@@ -834,26 +835,28 @@ def _deterministic(context: Context) -> None:
 @probe("many-tokens", interpreted=False)
 def _many_tokens(context: Context) -> None:
     """More tokens than a CUDA grid has places in its second dimension."""
-    problem = context.problem(N=65537, H=16, V=32, options=_options(context, reduction="none"), ignored=0.0)
+    options = _options(context, reduction="none")
+    problem = context.problem(N=65537, H=16, V=32, options=options, ignored=0.0, forward=True)
     got = context.run(problem)
     for row in (0, 65535, 65536):
-        tensors = {
-            n: t[row : row + 1] if t is not None and (n.endswith("input") or n == "target") else t
-            for n, t in problem.tensors.items()
-        }
-        alone = Problem(
-            problem.case,
-            tensors,
-            problem.options,
-            {n: u[row : row + 1] for n, u in problem.upstream.items()},
-            problem.roles[:1],
-        )
-        g = got.gradients[problem.roles[0]]
+        _compare_row(context, problem, got, row)
+
+
+def _compare_row(context: Context, problem: Problem, got: oracles.Result, row: int) -> None:
+    """Outputs and the gradient of the hidden states of one token against the oracle of that token alone."""
+    tensors = {
+        n: t[row : row + 1] if t is not None and (n.endswith("input") or n == "target") else t
+        for n, t in problem.tensors.items()
+    }
+    roles = problem.roles[:1]
+    upstream = {n: u[row : row + 1] for n, u in problem.upstream.items()}
+    alone = Problem(problem.case, tensors, problem.options, upstream, roles)
+    part = oracles.Result({n: t[row : row + 1] for n, t in got.outputs.items()})
+    for role in roles:
+        g = got.gradients[role]
         assert g is not None
-        part = oracles.Result(
-            {n: t[row : row + 1] for n, t in got.outputs.items()}, {problem.roles[0]: g[row : row + 1]}
-        )
-        context.compare(alone, part, roles=problem.roles[:1], note=f"row {row}: ")
+        part.gradients[role] = g[row : row + 1]
+    context.compare(alone, part, roles=roles, note=f"row {row}: ")
 
 
 # ---------------------------------------------------------------------------------------------- compile

@@ -124,9 +124,26 @@ class Context:
                 return candidate
         return made
 
-    def problem(self, case: Case | None = None, **fields: Any) -> Problem:
-        """The tensors of a case on this device."""
-        return build(self.case(**fields) if case is None else case, self.device)
+    def problem(self, case: Case | None = None, *, forward: bool = False, **fields: Any) -> Problem:
+        """The tensors of a case on this device.
+
+        With ``forward``, no gradients are asked of a backend that refuses them alone, once it is seen to refuse as it
+        should.
+        """
+        problem = build(self.case(**fields) if case is None else case, self.device)
+        if forward and self._forms_no_gradients(problem):
+            with contextlib.suppress(Refused):
+                self.admit(problem)
+            problem.roles = ()
+        return problem
+
+    def _forms_no_gradients(self, problem: Problem) -> bool:
+        with oracles.context(problem):
+            with_gradients, without = (
+                self.op.explain(**oracles.leaves(problem, roles), **problem.options, impl=self.backend.name)
+                for roles in (None, ())
+            )
+        return with_gradients.chosen is None and without.chosen is not None
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The op on this backend alone."""
@@ -153,21 +170,6 @@ class Context:
                 raise CheckFailed(f"reject gives {reasons}, but the call runs")
         raise Refused(reasons)
 
-    def roles(self, problem: Problem) -> tuple[str, ...] | None:
-        """The gradients to ask for where a check leaves it open: none of a backend that refuses them, once it is seen to
-        refuse as it should; None for those of the problem.
-        """
-        with oracles.context(problem):
-            with_gradients, without = (
-                self.op.explain(**oracles.leaves(problem, roles), **problem.options, impl=self.backend.name)
-                for roles in (None, ())
-            )
-        if with_gradients.chosen is not None or without.chosen is None:
-            return None
-        with contextlib.suppress(Refused):
-            self.admit(problem)
-        return ()
-
     def run(
         self,
         problem: Problem,
@@ -177,8 +179,6 @@ class Context:
         tensors: dict[str, Tensor | None] | None = None,
     ) -> Result:
         """Run the problem on the backend; nothing that it was given may have changed."""
-        if roles is None and tensors is None:
-            roles = self.roles(problem)
         given = oracles.leaves(problem, roles) if tensors is None else tensors
         self.admit(problem, given)
         arrives = problem.upstream if upstream is None else upstream
@@ -201,8 +201,6 @@ class Context:
         note: str = "",
     ) -> Result:
         """Run the problem, unless a result is given, and hold its errors against their budgets."""
-        if roles is None and result is None:
-            roles = self.roles(problem)
         got = self.run(problem, roles=roles, upstream=upstream) if result is None else result
         want = oracles.oracle(problem, roles=roles, upstream=upstream)
         by = oracles.peer(problem, roles=roles, upstream=upstream)
@@ -294,7 +292,7 @@ def value_checks(cases: Iterable[Case] = CASES) -> list[Check]:
 
 
 def _compare(context: Context, case: Case) -> None:
-    context.compare(build(case, context.device))
+    context.compare(context.problem(case, forward=True))
 
 
 def known_failure(backend: Backend, check: Check, device: str) -> str | None:
