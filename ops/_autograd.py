@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
+from torch.autograd import forward_ad
 
 from headmux.backends.common import budget
 from headmux.backends.common.gemm import wide_dtype
@@ -35,11 +36,25 @@ def apply(op: Op, args: Any, impl: str | None) -> Tensors:
     flat = [getattr(args, f) for f in (*op.tensor_fields, *op.static_fields)]
     if torch.compiler.is_compiling() or first.is_meta or isinstance(first, FakeTensor):
         found = op.raw(*flat, impl or "")
+    elif any(args.needs) or transformed():
+        found = _apply(_Forward, op, impl, *flat)
     else:
-        found = _Forward.apply(op, impl, *flat)  # type: ignore[no-untyped-call]
+        found = _forward(op, args, impl)[0]
     outputs: Iterator[Tensor] = iter(found)
     every = [(out, next(outputs) if there else None) for there, out in zip(op.present(args), op.outputs, strict=True)]
     return tuple([t if t is None or out.differentiable else t.detach() for out, t in every])
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward-mode differentiation looks on."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """``function.apply``, which inspects its signature anew in every call, for 60 us, where torch.func needs that alone."""
+    if torch._C._are_functorch_transforms_active():
+        return function.apply(*args)  # type: ignore[no-untyped-call]
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def with_needs(op: Op, args: Any) -> Any:
@@ -104,7 +119,9 @@ def _forward(op: Op, args: Any, impl: str | None) -> tuple[list[Tensor], _Box]:
             )
             return _given(reduce_rows(op, args, rows)), _Box(kernel, None)
         rows, residual = kernel.forward(args)
-        return _given(reduce_rows(op, args, rows)), _Box(kernel, residual)
+        outputs = _given(reduce_rows(op, args, rows))
+        # views made without gradients could not be changed in place with them
+        return [o.clone() if o._is_view() else o for o in outputs], _Box(kernel, residual)
 
 
 def _backward(op: Op, args: Any, box: _Box, upstream: Sequence[Tensor | None]) -> list[Tensor]:
@@ -188,8 +205,8 @@ class _Forward(torch.autograd.Function):
         count = len(op.gradients)
         needs = tuple(ctx.needs_input_grad[2 : 2 + count])
         upstream = grads[:-1]
-        found = _Backward.apply(  # type: ignore[no-untyped-call]
-            op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static
+        found = _apply(
+            _Backward, op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static
         )
         return (None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - count))
 

@@ -22,12 +22,11 @@ from typing import Any, ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from headmux.backends.common.gemm import wide_dtype
 from headmux.backends.common.labels import counted
 from headmux.contract import Pairs
-from headmux.ops import _checks, _reduction
+from headmux.ops import _autograd, _checks, _reduction
 from headmux.ops._op import Op, Output, Request, flattened, logits
 
 
@@ -338,8 +337,7 @@ class FLCE(Op):
 def _differentiated(weight: Tensor) -> bool:
     if torch.compiler.is_compiling():
         return weight.requires_grad and torch.is_grad_enabled()
-    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transformed or (weight.requires_grad and torch.is_grad_enabled())
+    return _autograd.transformed() or (weight.requires_grad and torch.is_grad_enabled())
 
 
 def _per_token(

@@ -7,20 +7,17 @@ needs the cuobjdump that comes with Triton, or one on the path.
 from __future__ import annotations
 
 import itertools
-import re
-import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from headmux.backends.common import resources as common
 from headmux.backends.cutedsl.build import ARCHITECTURE, Config, compiled
 
-MOST_SHARED = 232448
+MOST_SHARED = common.MOST_SHARED[90]
 """Bytes of shared memory that a thread block can have on Hopper."""
 
 
@@ -63,39 +60,18 @@ def resources(config: Config) -> list[Resources]:
     """
     from headmux.backends.cutedsl.forward import SHARED_BYTES
 
-    tool = _cuobjdump()
     with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "forward.cubin"
-        cubin.write_bytes(compiled(config, f"--keep-cubin --dump-dir {folder}").__cubin__)
-        usage, code = (
-            subprocess.run([tool, what, str(cubin)], capture_output=True, text=True, check=True).stdout
-            for what in ("--dump-resource-usage", "-sass")
-        )
-    parts = [part.split(maxsplit=1) for part in code.split("Function : ")[1:]]
-    products = {_kernel(name): body.count("HGMMA") for name, body in parts}
+        cubin = compiled(config, f"--keep-cubin --dump-dir {folder}").__cubin__
     found = []
-    for name, facts in re.findall(r"Function (\S+):\s*(REG:.*)", usage):
-        count = {key: int(value) for key, value in re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", facts)}
-        kernel = _kernel(name)
-        shared = SHARED_BYTES if kernel == "logits" else count["SHARED"]
-        stack = count["STACK"] + count["LOCAL"]
-        found.append(Resources(config, kernel, count["REG"], stack, shared, products[kernel]))
+    for symbol, one in common.usage(cubin, code=True).items():
+        kernel = _kernel(symbol)
+        shared = SHARED_BYTES if kernel == "logits" else one.shared
+        found.append(Resources(config, kernel, one.registers, one.stack, shared, one.code.count("HGMMA")))
     return found
 
 
 def _kernel(symbol: str) -> str:
     return "logits" if "_logits_" in symbol else "merge"
-
-
-def _cuobjdump() -> str:
-    try:
-        from triton.backends import nvidia
-    except ImportError:
-        found = shutil.which("cuobjdump")
-        if found is None:
-            raise FileNotFoundError("cuobjdump is neither in Triton's package nor on the path") from None
-        return found
-    return str(Path(nvidia.__path__[0]) / "bin" / "cuobjdump")
 
 
 def main() -> int:
