@@ -65,7 +65,7 @@ def test_explain_example_of_the_readme() -> None:
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
     printed = done.stdout.splitlines()
     shown = [line for line in block[2].splitlines() if line.strip() != "..."]
-    assert len(shown) == 5
+    assert len(shown) == 4
     assert [line for line in shown if line not in printed] == []
 
 
