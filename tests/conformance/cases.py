@@ -56,6 +56,7 @@ class Case:
         layout: How tensors lie in memory, one of ``LAYOUTS``.
         upstream: The gradient that arrives at the outputs, one of ``UPSTREAMS``.
         spread: Standard deviation of the logits.
+        late: Factor of the weights of the second half of the vocabulary.
         teacher: Distance of the teacher's logits from the student's for jsd, relative to ``spread``; None for an
             independent teacher.
         teacher_hidden: Hidden size of an independent teacher; None for H.
@@ -78,6 +79,7 @@ class Case:
     layout: str = "plain"
     upstream: str = "random"
     spread: float = 2.0
+    late: float = 1.0
     teacher: float | None = None
     teacher_hidden: int | None = None
     target_dtype: torch.dtype = torch.int64
@@ -170,6 +172,7 @@ def build(case: Case, device: str | torch.device = "cpu") -> Problem:
     if case.layout == "expanded":
         x = x[:1].expand(case.N, -1)
     w = normal(case.V, case.H) * (case.spread / math.sqrt(case.H))
+    w[case.V // 2 :] *= case.late
     classes = torch.randint(0, case.V, (case.N,), generator=g)
     dropped = torch.rand(case.N, generator=g) < case.ignored
     if case.ignored and case.N > 1:
@@ -484,6 +487,8 @@ def _cases() -> Iterable[Case]:
         yield Case(f"{op}/extreme-bf16", op, spread=3e4, dtype=torch.bfloat16, options=per_token)
         yield Case(f"{op}/extreme-fp16", op, H=8, spread=3e4, dtype=torch.float16, options=per_token)
         yield Case(f"{op}/uniform-bf16", op, spread=1e-3, V=1000, dtype=torch.bfloat16, options=per_token)
+        for short in ("fp32", "bf16"):  # what is seen first says nothing of the largest logit
+            yield Case(f"{op}/late-{short}", op, V=2200, late=60.0, dtype=_DTYPES[short], options=per_token)
     yield Case("flce/gap-200-smoothed", "flce", spread=60.0, options={"label_smoothing": 0.1, "reduction": "none"})
     yield Case("jsd/hidden-sizes-differ", "jsd", H=8, teacher_hidden=12, V=17, feature="teacher of another hidden size")
     for short in ("fp32", "bf16", "fp16"):
@@ -543,6 +548,24 @@ def refusals(backend: Backend, call: Call) -> tuple[str, ...]:
     return tuple(reason for check in checks if (reason := check(call)) is not None)
 
 
+def support(backend: Backend, case: Case, device: torch.device, capability: tuple[int, int] | None) -> tuple[bool, str]:
+    """Whether a backend runs the feature that a case stands for, if only without gradients or in 16 bits, and in words:
+    "yes", under which of these limits, or the first reason against it.
+    """
+    call = call_of(case, device, capability)
+    reasons = refusals(backend, call)
+    if not reasons:
+        return True, "yes"
+    calls = {"": call}
+    if case.dtype == torch.float32 and case.autocast is None and case.feature != str(torch.float32):
+        calls["in 16 bits"] = call_of(dataclasses.replace(case, dtype=torch.bfloat16), device, capability)
+    for limit, candidate in calls.items():
+        for needs in (candidate.needs, ()):
+            if not refusals(backend, dataclasses.replace(candidate, needs=needs)):
+                return True, ", ".join(word for word in (limit, "" if needs else "without gradients") if word)
+    return False, reasons[0]
+
+
 def support_table(backends: Iterable[Backend], device: str = "cpu", capability: tuple[int, int] | None = None) -> str:
     """Markdown tables, one an op, of what each backend runs, from its requirements alone: nothing is run.
 
@@ -552,7 +575,7 @@ def support_table(backends: Iterable[Backend], device: str = "cpu", capability: 
         capability: Its CUDA compute capability.
 
     Returns:
-        A heading and a table for each op; a cell is "yes" or the first reason against the call.
+        A heading and a table for each op; a cell is the words of ``support``.
     """
     columns = list(backends)
     lines: list[str] = []
@@ -566,8 +589,7 @@ def support_table(backends: Iterable[Backend], device: str = "cpu", capability: 
         for case in CASES:
             if case.op != op or not case.feature:
                 continue
-            call = call_of(case, torch.device(device), capability)
-            cells = [(reasons[0] if (reasons := refusals(b, call)) else "yes") for b in columns]
+            cells = [support(b, case, torch.device(device), capability)[1] for b in columns]
             lines.append("| " + " | ".join([case.feature, *(c.replace("|", "\\|") for c in cells)]) + " |")
         lines.append("")
     return "\n".join(lines)
