@@ -7,10 +7,13 @@ needs the cuobjdump that comes with Triton, or one on the path.
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from multiprocessing import get_context
 
 import torch
 
@@ -77,8 +80,8 @@ def _kernel(symbol: str) -> str:
 def main() -> int:
     """Print the resources of every kernel; the number of those that spill or do not fit."""
     bad = 0
-    for config in configs():
-        for one in resources(config):
+    with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
+        for one in itertools.chain.from_iterable(pool.map(resources, configs())):
             wrong = one.stack > 0 or one.shared > MOST_SHARED
             bad += wrong
             print(f"{ARCHITECTURE}  {one}{'  SPILLS OR DOES NOT FIT' if wrong else ''}", flush=True)
