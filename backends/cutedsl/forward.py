@@ -159,7 +159,7 @@ class Forward:
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
 
-        shared = getattr(cutlass, "memory", cutlass.utils).SmemAllocator().allocate(Shared)  # moved in 4.8
+        shared = cutlass.memory.SmemAllocator().allocate(Shared)
         shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         cta_layout = cute.make_layout((1, CLUSTER, 1, 1))
@@ -297,7 +297,7 @@ class Forward:
 
 def tiled_mma(dtype):
     """The matrix multiplication of a tile by all consumers."""
-    major = (cute.nvgpu if hasattr(cute.nvgpu, "OperandMajorMode") else warpgroup).OperandMajorMode.K  # moved in 4.8
+    major = cute.nvgpu.OperandMajorMode.K
     return sm90.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, (_CONSUMERS, 1, 1), tiler_mn=(64, COLUMN))
 
 

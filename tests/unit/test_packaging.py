@@ -99,7 +99,7 @@ def test_version_is_stated_once() -> None:
 def test_extras() -> None:
     extras = settings()["options.extras_require"]
     assert set(extras) == {"triton", "cutedsl", "cuda", "bench", "demo", "dev"}
-    assert "nvidia-cutlass-dsl>=4.7,<4.9" in extras["cutedsl"].split()
+    assert "nvidia-cutlass-dsl>=4.8.1,<4.9" in extras["cutedsl"].split()
     assert {"apache-tvm-ffi", "cuda-python"} <= set(extras["cutedsl"].split())
     assert settings()["options"]["install_requires"].split() == ["torch>=2.8"]
 
