@@ -6,6 +6,7 @@ Each session installs what it needs into an environment of its own, which later 
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import nox
@@ -16,28 +17,58 @@ nox.options.reuse_venv = "yes"
 nox.options.sessions = ["tests"]
 
 TORCH = "torch==2.13.0"
+# 3.6.0 is what PyTorch 2.11 for GPUs comes with, and its interpreter does not know newer numpy
+TRITON = {"3.9.0": ["triton==3.9.0"], "3.6.0": ["triton==3.6.0", "numpy<2.4"]}
+VERSIONS = [v for v in TRITON if v != "3.9.0" or sys.version_info >= (3, 11)]
+NEWEST = VERSIONS[0]
+HAS_TRITON = sys.platform == "linux"
 TYPED = {"dispatch": "headmux", "ops": "headmux.ops"}
 
 
-def _install(session: nox.Session, *extras: str) -> None:
-    """Install PyTorch and headmux as a wheel, so that what is tested is what ships."""
-    session.install(TORCH, f".[{','.join(extras)}]" if extras else ".")
+def _install(session: nox.Session, *extras: str, triton: str | None = None) -> None:
+    """Install PyTorch and headmux as a wheel, so that what is tested is what ships, and that Triton."""
+    there = [] if triton is None or not HAS_TRITON else TRITON[triton]
+    session.install(TORCH, *there, f".[{','.join(extras)}]" if extras else ".")
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Lint, types, unit tests and conformance: everything that a change must pass."""
-    _install(session, "dev", "demo", "bench")
+    """Everything that a change must pass: lint, types, unit tests, conformance, and ``compile`` afterwards.
+
+    Arguments go to pytest, and then conformance of Triton and ``compile`` are left out.
+    """
+    _install(session, "dev", "demo", "bench", triton=NEWEST)
     _lint(session)
     _typecheck(session)
     _pytest(session, "tests", *session.posargs)
+    if HAS_TRITON and not session.posargs:
+        _interpreted(session)
+        for version in VERSIONS:
+            session.notify(f"compile(triton='{version}')", [])
 
 
 @nox.session
 def conformance(session: nox.Session) -> None:
-    """The conformance suite alone; arguments go to pytest."""
-    _install(session, "dev")
+    """The conformance suite alone, on every backend and on Triton's interpreter; arguments go to pytest."""
+    _install(session, "dev", triton=NEWEST)
     _pytest(session, "tests/test_conformance.py", *session.posargs)
+    if HAS_TRITON:
+        _interpreted(session, *session.posargs)
+
+
+@nox.session
+@nox.parametrize("triton", VERSIONS)
+def compile(session: nox.Session, triton: str) -> None:
+    """Compile kernels for GPUs that need not be there: Triton's, and with the newest Triton those of CuTe DSL.
+
+    Arguments go to ``python -m headmux.backends.triton.compile``.
+    """
+    newest = triton == NEWEST
+    _install(session, "dev", *(["cutedsl"] if newest else []), triton=triton)
+    if newest:
+        session.run("python", "-m", "headmux.backends.cutedsl.compile")
+        _pytest(session, "tests/unit/test_cutedsl_kernels.py")
+    session.run("python", "-m", "headmux.backends.triton.compile", *session.posargs)
 
 
 @nox.session
@@ -95,6 +126,12 @@ def _typecheck(session: nox.Session) -> None:
         for file in sorted(Path(folder).glob("*.py")):
             words += ["-m", f"{package}.{file.stem}".removesuffix(".__init__")]
     session.run("mypy", "--strict", "--cache-dir", str(Path(session.create_tmp()) / "mypy"), *words)
+
+
+def _interpreted(session: nox.Session, *words: str) -> None:
+    """Conformance of Triton's kernels without a GPU, in a process of its own: it is imported to interpret or not."""
+    command = ["python", "-m", "headmux.testing", "--backend", "triton", "--require", "triton"]
+    session.run(*command, "--", "-n", "auto", *words, env={"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"})
 
 
 def _pytest(session: nox.Session, *words: str) -> None:
