@@ -19,8 +19,8 @@ from headmux.backends.common.plan import Plan, pieces
 from headmux.backends.common.storage import capacity, padded, rows_of, workspace
 
 Fill = Callable[[slice, Tensor], "Tensor | None"]
-"""``fill(tokens, held)`` leaves the logits' gradient of these tokens in ``held`` [V, n], but for a factor for each token
-[n] that it returns, if not None."""
+"""``fill(tokens, held)`` leaves the logits' gradient of these tokens in ``held`` [V, n], but for a factor [n] that it
+returns, if not None."""
 
 
 class Chunks:

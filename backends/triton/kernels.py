@@ -27,7 +27,7 @@ _MOST_BITS = tl.constexpr(64.0)
 @triton.jit
 def _rounded(x, DTYPE: tl.constexpr):
     """x in a dtype, rounded to nearest even."""
-    if _INTERPRETED and DTYPE == tl.bfloat16:
+    if _INTERPRETED and DTYPE == tl.bfloat16:  # noqa: SIM300
         bits = x.to(tl.int32, bitcast=True)
         nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
         return tl.where(x == x, nearest, x).to(tl.bfloat16)
@@ -91,7 +91,7 @@ def sort_labels(targets, ignored, n, V, index_out, valid_out, counts_out, BN: tl
 
 @triton.jit
 def scale_rows(X, x_row, x_column, factors, n, H, out, BN: tl.constexpr, BH: tl.constexpr):
-    """``out`` [n, H], contiguous: the rows of X times their factors, 0 where that is 0 whatever X holds. It may be X."""
+    """``out`` [n, H], contiguous, may be X: its rows times their factors, 0 where that is 0 whatever X holds."""
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     h = (tl.program_id(1) * BH + tl.arange(0, BH))[None, :]
     factor = tl.load(factors + c, mask=c < n, other=0.0)[:, None]

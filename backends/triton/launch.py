@@ -139,8 +139,8 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
     tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps}
     with on_device(device):
         kernels.exponentiate[(cut.programs,)](
-            raw, raw.stride(0), count, vocabulary, labels.index, labels.valid, t.bias, t.divisors, t.scale, t.inverse, guess,
-            partials, cut.rows, cut.parts, **tiles,
+            raw, raw.stride(0), count, vocabulary, labels.index, labels.valid, t.bias, t.divisors,
+            t.scale, t.inverse, guess, partials, cut.rows, cut.parts, **tiles,
         )  # fmt: skip
         flags = {"ENTROPY": False, "SMOOTHED": False, "BEST": False}
         _combine(raw, t, cut, partials, found, labels, dots, None, EXPONENTIALS=True, **flags)

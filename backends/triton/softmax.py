@@ -79,8 +79,9 @@ class TritonSoftmax(Softmax):
         with on_device(held.device):
             kernels.to_gradient[(cut.programs,)](
                 held, held.stride(0), count, vocabulary, labels.index, labels.valid,
-                state.bias, state.divisors, weights, unit(held.dtype), state.scale, state.softcap, state.inverse, statistics.lse, statistics.target_logit,
-                by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
+                state.bias, state.divisors, weights, unit(held.dtype), state.scale, state.softcap, state.inverse,
+                statistics.lse, statistics.target_logit, by.softmax.contiguous(), by.label.contiguous(),
+                by.entropy, by.smoothing, cut.rows,
                 EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
             )  # fmt: skip
         return None
