@@ -33,17 +33,18 @@ def _install(session: nox.Session, *extras: str, triton: str | None = None) -> N
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that a change must pass: lint, types, unit tests, conformance, and ``compile`` afterwards.
+    """Everything that a change must pass: lint, types, unit tests, conformance, and that kernels compile.
 
-    Arguments go to pytest, and then conformance of Triton and ``compile`` are left out.
+    Arguments go to pytest, and then conformance of Triton and compiling are left out.
     """
-    _install(session, "dev", "demo", "bench", triton=NEWEST)
+    _install(session, "dev", "demo", "bench", "cutedsl", triton=NEWEST)
     _lint(session)
     _typecheck(session)
     _pytest(session, "tests", *session.posargs)
     if HAS_TRITON and not session.posargs:
         _interpreted(session)
-        for version in VERSIONS:
+        _compile(session)
+        for version in VERSIONS[1:]:
             session.notify(f"compile(triton='{version}')", [])
 
 
@@ -64,11 +65,8 @@ def compile(session: nox.Session, triton: str) -> None:
     Arguments go to ``python -m headmux.backends.triton.compile``.
     """
     newest = triton == NEWEST
-    _install(session, "dev", *(["cutedsl"] if newest else []), triton=triton)
-    if newest:
-        session.run("python", "-m", "headmux.backends.cutedsl.compile")
-        _pytest(session, "tests/unit/test_cutedsl_kernels.py")
-    session.run("python", "-m", "headmux.backends.triton.compile", *session.posargs)
+    _install(session, *(["cutedsl"] if newest else []), triton=triton)
+    _compile(session, *session.posargs, cutedsl=newest)
 
 
 @nox.session
@@ -128,10 +126,20 @@ def _typecheck(session: nox.Session) -> None:
     session.run("mypy", "--strict", "--cache-dir", str(Path(session.create_tmp()) / "mypy"), *words)
 
 
+def _compile(session: nox.Session, *words: str, cutedsl: bool = True) -> None:
+    if cutedsl:
+        session.run("python", "-m", "headmux.backends.cutedsl.compile")
+    session.run("python", "-m", "headmux.backends.triton.compile", *words)
+
+
 def _interpreted(session: nox.Session, *words: str) -> None:
-    """Conformance of Triton's kernels without a GPU, in a process of its own: it is imported to interpret or not."""
+    """Conformance of Triton's kernels without a GPU, in a process of its own: it is imported to interpret or not.
+
+    The mutants are PyTorch's, and are left to the other runs.
+    """
     command = ["python", "-m", "headmux.testing", "--backend", "triton", "--require", "triton"]
-    session.run(*command, "--", "-n", "auto", *words, env={"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"})
+    session.run(*command, "--", "-n", "auto", "-k", "not mutant", *words,
+                env={"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1"})
 
 
 def _pytest(session: nox.Session, *words: str) -> None:

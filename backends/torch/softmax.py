@@ -1,9 +1,9 @@
 """Softmax over the vocabulary in PyTorch.
 
-Blocks of wide logits are made, looked at, and either dropped or kept as exponentials e = exp(z - m), m being the
-token's largest logit of that block, in the operands' dtype: p = e * exp(m - lse) then needs no second look at the
-logits and no second exponential, and a rounded e holds z to 0.004 in bf16 whatever the size of z, where a rounded z of
-30 is off by 0.06.
+Blocks of wide logits are made, looked at, and either dropped or kept: under a softcap as they are, else as exponentials
+e = exp(z - m), m being the token's largest logit of that block, in the operands' dtype: p = e * exp(m - lse) then needs
+no second look at the logits and no second exponential, and a rounded e holds z to 0.004 in bf16 whatever the size of z,
+where a rounded z of 30 is off by 0.06.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class TorchSoftmax(Softmax):
         """Keep exponentials, but where logits are still needed after an exponential has underflowed."""
         head, wanted = self.head, self.wanted
         self.block_dtype = head.wide
-        # where an exponential underflows the logit is lost, which only a softcap under smoothing would still need
-        self._as_logits = head.softcap is not None and wanted.smoothed is not None
+        # a softcap's derivative at its bound needs the logit more exactly than a rounded exponential gives it
+        self._as_logits = head.softcap is not None
         self._plain = head.softcap is None and wanted.smoothed is None
         self.held_dtype = head.wide if self._as_logits else head.dtype
         self._gain = _FP16_GAIN if self.held_dtype == torch.float16 else 1.0
@@ -137,30 +137,25 @@ class TorchSoftmax(Softmax):
             if plain:
                 part.mul_(factor[i])
             else:
-                part.copy_(self._general(part, rows, factor[i], offsets[i], lse, tokens, by, chain))
+                part.copy_(self._general(part, rows, factor[i], lse, tokens, by, chain))
         labels = self.labels[tokens]
         held.scatter_(0, labels.index[None], self._at_label(statistics, labels, tokens, by, chain)[None].to(held.dtype))
 
     def _general(
-        self, part: Tensor, rows: slice, factor: Tensor, offset: Tensor, lse: Tensor, tokens: slice, by: Coefficients,
+        self, part: Tensor, rows: slice, factor: Tensor, lse: Tensor, tokens: slice, by: Coefficients,
         chain: float | Tensor,
     ) -> Tensor:
         head = self.head
         wide = part.to(head.wide)
-        if self._as_logits:
-            z = wide
-            p = torch.exp(wide - lse)
-        else:
-            z = wide.div(self._gain).log_().add_(offset) if head.softcap is not None else None
-            p = wide * factor
+        p = torch.exp(wide - lse) if self._as_logits else wide * factor
         g = p * by.softmax
         if by.entropy is not None:
             g.add_(torch.xlogy(p, p).mul_(by.entropy))
         if by.smoothing is not None:
             weights = self.wanted.smoothed
             g.sub_(by.smoothing * weights[rows, None] if isinstance(weights, Tensor) else by.smoothing)
-        if z is not None and head.softcap is not None:
-            g.mul_(head.softcap_factor(z, tokens))
+        if self._as_logits:
+            g.mul_(head.softcap_factor(wide, tokens))
         return g.mul_(chain)
 
     def _at_label(

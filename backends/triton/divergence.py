@@ -65,4 +65,4 @@ class TritonDivergence(Divergence):
         raw = rows_of(flat, self.vocabulary, tokens.stop - tokens.start)
         raw_logits(head, tokens, raw, self.plan)
         transform = Transform(head, tokens)
-        return raw, transform, statistics(raw, transform, Wanted()).lse
+        return raw, transform, statistics(raw, transform, Wanted())[0].lse

@@ -20,8 +20,8 @@ _LN2 = tl.constexpr(0.6931471805599453)
 _LOWEST = tl.constexpr(-3.0e38)
 _MASKED = tl.constexpr(-1.0e30)
 _NO_INDEX = tl.constexpr(2147483647)
-# exponentials of up to 2^64 times 2^31 classes, times gradients, stay far below the largest fp32 and bf16
-_MOST_BITS = tl.constexpr(64.0)
+# sums of exponentials of up to 2^40, and what is multiplied with their inverse, stay far inside fp32 and bf16
+_MOST_BITS = tl.constexpr(40.0)
 
 
 @triton.jit
@@ -64,14 +64,19 @@ def _bits(raw, bias, unit, scale, softcap, inverse):
 
 @triton.jit
 def _tanh(x):
-    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+    """To fp32's precision: near 0 by its series, elsewhere from an exponential, which would cancel there."""
+    square = x * x
+    series = -0.3333333333 + square * (0.1333333333 + square * (-0.0539682540 + square * 0.0218694885))
+    e = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
+    far = (1.0 - e) / (1.0 + e)
+    return tl.where(tl.abs(x) < 0.25, x + x * square * series, tl.where(x < 0.0, -far, far))
 
 
 @triton.jit
-def _slope(y, softcap, inverse):
-    """The softcap's part of a logit's derivative, from ``_bits``."""
-    t = y * (_LN2 / (softcap * inverse))
-    return 1.0 - t * t
+def _slope(raw, bias, unit, scale, softcap):
+    """1 - tanh^2, the softcap's part of a logit's derivative."""
+    e = tl.exp2(tl.abs((raw * unit + bias) * (scale / softcap)) * (-2.0 * _LOG2E))
+    return 4.0 * e / ((1.0 + e) * (1.0 + e))
 
 
 @triton.jit
@@ -97,8 +102,8 @@ def scale_rows(X, x_row, x_column, factors, n, H, out, BN: tl.constexpr, BH: tl.
     factor = tl.load(factors + c, mask=c < n, other=0.0)[:, None]
     mask = (c < n)[:, None] & (h < H)
     x = tl.load(X + c[:, None].to(tl.int64) * x_row + h.to(tl.int64) * x_column, mask=mask & (factor != 0.0), other=0.0)
-    y = _rounded(x.to(tl.float32) * factor, out.dtype.element_ty)
-    tl.store(out + c[:, None].to(tl.int64) * H + h, y, mask=mask)
+    y = tl.where(factor != 0.0, x.to(tl.float32) * factor, 0.0)
+    tl.store(out + c[:, None].to(tl.int64) * H + h, _rounded(y, out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows", "parts"])
@@ -137,6 +142,8 @@ def look(
         if bias is not None:
             shift = shift[:, None]
         y = _bits(raw, shift, unit, scale, softcap, inverse)
+        if bias is not None:
+            y = tl.maximum(y, _LOWEST)
         if SMOOTHED:
             weighted = y
             if weights is not None:
@@ -193,12 +200,12 @@ def exponentiate(
     label = tl.load(labels + c, mask=here, other=0)
     mine = counted & (label >= low) & (label < high)
     at_label = tl.load(S + label * stride + c, mask=mine, other=0.0).to(tl.float32)
-    at_label = _bits(at_label, _bias(bias, label, mine), 1.0, scale, None, inverse)
+    at_label = tl.where(mine, _bits(at_label, _bias(bias, label, mine), 1.0, scale, None, inverse), _LOWEST)
     if divisors is not None:
         inverse = inverse[None, :]
     # every thread has read its label before another writes there
     tl.debug_barrier()
-    top = tl.load(guess + c, mask=here, other=0.0) * _LOG2E
+    top = tl.load(guess + c, mask=counted, other=0.0) * _LOG2E
     total = tl.zeros((BN,), tl.float32)
     for v in range(low, high, R):
         row = v + tl.arange(0, R)
@@ -214,6 +221,8 @@ def exponentiate(
         if bias is not None:
             shift = shift[:, None]
         y = _bits(raw, shift, 1.0, scale, None, inverse)
+        if bias is not None:
+            y = tl.maximum(y, _LOWEST)
         if valid is not None or not EVEN:
             y = tl.where(known, y, _LOWEST)
         peak = tl.max(y, 0)
@@ -230,7 +239,7 @@ def exponentiate(
         e = tl.exp2(y - top[None, :])
         tl.store(place, _rounded(e, S.dtype.element_ty), mask=mask)
         total += tl.sum(e, 0)
-    total = tl.maximum(total - tl.where(mine, tl.exp2(at_label - top), 0.0), 0.0)
+    total = tl.maximum(total - tl.exp2(at_label - top), 0.0)
     at = partials + part.to(tl.int64) * n + c
     tl.store(at, top, mask=here)
     tl.store(at + parts.to(tl.int64) * n, total, mask=here)
@@ -250,7 +259,7 @@ def settle(
     low = part * rows
     high = tl.minimum(low + rows, V)
     mine = tl.load(partials + part.to(tl.int64) * n + c, mask=here, other=0.0)
-    top = tl.load(statistics + 2 * n + c, mask=here, other=0.0)
+    top = tl.load(statistics + 3 * n + c, mask=here, other=0.0)
     if tl.max((top > mine).to(tl.int32), 0) > 0:
         share = tl.where(top > mine, tl.exp2(mine - top), 1.0)[None, :]
         for v in range(low, high, R):
@@ -263,22 +272,24 @@ def settle(
             tl.store(place, _rounded(e * share, S.dtype.element_ty), mask=mask)
         tl.debug_barrier()
     label = tl.load(labels + c, mask=here, other=0)
-    others = tl.load(statistics + 3 * n + c, mask=here, other=0.0)
+    others = tl.load(statistics + 4 * n + c, mask=here, other=0.0)
     here = here & (label >= low) & (label < high)
     tl.store(S + label * stride + c, _rounded(-others, S.dtype.element_ty), mask=here)
 
 
 @triton.jit(do_not_specialize=["parts"])
 def combine(
-    partials, parts, n, S, stride, labels, valid, dots, bias, divisors, unit, scale, softcap, inverse, out, best_out,
+    partials, parts, n, S, stride, labels, valid, dots, bias, divisors, weights, unit, scale, softcap, inverse,
+    out, best_out,
     EXPONENTIALS: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of BN tokens from their parts in a fixed order: ``out`` [..., n], the logsumexp, with ``labels`` the
-    logit at the label, and what else is wanted. 0 where a token is not valid.
+    """Statistics of BN tokens from their parts in a fixed order: ``out`` [..., n], the logsumexp; with ``labels`` the
+    logit at the label and 1 - p there; and what else is wanted. 0 where a token is not valid.
 
     The logit at each label is that of the fp32 ``dots``, in place of the one that S holds. With EXPONENTIALS, the parts
-    are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the exponentials but the label's, and p / e.
+    are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the exponentials but the label's, and the
+    factor that makes p of an exponential, and exactly 1 - p of that sum as it is stored.
     """
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     here = c < n
@@ -318,29 +329,43 @@ def combine(
         else:
             held = tl.load(S + label * stride + c, mask=here, other=0.0).to(tl.float32)
             held = _bits(held, shift, unit, scale, softcap, inverse)
+            if bias is not None:
+                held = tl.maximum(held, _LOWEST)
             e = tl.exp2(held - top)
             others = tl.maximum(total - e, 0.0)
         exact = _bits(tl.load(dots + c, mask=here, other=0.0), shift, 1.0, scale, softcap, inverse)
-        peak = tl.maximum(top, exact)
-        share = tl.exp2(top - peak)
+        if bias is not None:
+            exact = tl.maximum(exact, _LOWEST)
+        # where the label's logit as it was rounded was all there is, nothing may be measured against that
+        alone = others == 0.0
+        peak = tl.where(alone, exact, tl.maximum(top, exact))
+        share = tl.where(alone, 0.0, tl.exp2(top - peak))
         instead = tl.exp2(exact - peak)
         if ENTROPY:
             moment = share * (moment - e * (held - top) + others * (top - peak)) + instead * (exact - peak)
         total = share * others + instead
-        if EXPONENTIALS:
-            tl.store(out + 2 * n + c, _kept(top, valid, c, here), mask=here)
-            tl.store(out + 3 * n + c, _kept(others, valid, c, here), mask=here)
-            tl.store(out + 4 * n + c, _kept(share / total, valid, c, here), mask=here)
-        top = peak
         tl.store(out + n + c, _kept(exact * _LN2, valid, c, here), mask=here)
+        tl.store(out + 2 * n + c, _kept(share * others / total, valid, c, here), mask=here)
+        if EXPONENTIALS:
+            stored = _rounded(others, S.dtype.element_ty).to(tl.float32)
+            factor = share / total * tl.where(stored > 0.0, others / stored, 1.0)
+            tl.store(out + 3 * n + c, _kept(top, valid, c, here), mask=here)
+            tl.store(out + 4 * n + c, _kept(others, valid, c, here), mask=here)
+            tl.store(out + 5 * n + c, _kept(factor, valid, c, here), mask=here)
+        if SMOOTHED:
+            weight = 1.0
+            if weights is not None:
+                weight = tl.load(weights + label, mask=here, other=0.0)
+            smoothed += weight * (exact - held)
+        top = peak
     log_total = tl.log2(total)
     tl.store(out + c, _kept((top + log_total) * _LN2, valid, c, here), mask=here)
     if ENTROPY:
         entropy = _kept((log_total - moment / total) * _LN2, valid, c, here)
-        tl.store(out + (1 + (labels is not None)) * n + c, entropy, mask=here)
+        tl.store(out + (1 + 2 * (labels is not None)) * n + c, entropy, mask=here)
     if SMOOTHED:
         smoothed = _kept(smoothed * _LN2, valid, c, here)
-        tl.store(out + (1 + (labels is not None) + ENTROPY) * n + c, smoothed, mask=here)
+        tl.store(out + (1 + 2 * (labels is not None) + ENTROPY) * n + c, smoothed, mask=here)
     if BEST:
         tl.store(best_out + c, best.to(tl.int64), mask=here)
 
@@ -376,14 +401,14 @@ def dots_at_labels(
 @triton.jit(do_not_specialize=["rows"])
 def to_gradient(
     S, stride, n, V, labels, valid, bias, divisors, weights, unit, scale, softcap, inverse,
-    lse, at_label, softmax, label_part, entropy, smoothing, rows,
+    lse, dots, rest, softmax, label_part, entropy, smoothing, rows,
     EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """``rows`` classes of S become the gradient with respect to the raw logits, 0 where a token is not valid; formed in
     fp32 and rounded once.
 
     See ``headmux.backends.common.softmax.Coefficients``, of which ``softmax``, ``label_part``, ``entropy`` and
-    ``smoothing`` are the parts.
+    ``smoothing`` are the parts. ``dots`` are the raw logits at the labels, ``rest`` is 1 - p there.
     """
     columns = tl.cdiv(n, BN)
     low = (tl.program_id(0) // columns) * rows
@@ -391,7 +416,6 @@ def to_gradient(
     c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
     here = c < n
     inverse = _inverse(divisors, inverse, c, here)
-    chain = scale * inverse
     lse_bits = tl.load(lse + c, mask=here, other=0.0) * _LOG2E
     factor = tl.load(softmax + c, mask=here, other=0.0)
     slant = 0.0
@@ -400,27 +424,9 @@ def to_gradient(
     spread = 0.0
     if smoothing is not None:
         spread = tl.load(smoothing + c, mask=here, other=0.0)
-    label = tl.load(labels + c, mask=here, other=0)
-    mine = here & (label >= low) & (label < high)
-    exact = tl.load(at_label + c, mask=here, other=0.0) * _LOG2E
-    at_y = _gradient(exact, lse_bits, factor, slant, entropy) - tl.load(label_part + c, mask=here, other=0.0)
-    if smoothing is not None:
-        if weights is None:
-            at_y -= spread
-        else:
-            at_y -= spread * tl.load(weights + label, mask=here, other=0.0)
-    if softcap is not None:
-        at_y *= _slope(exact, softcap, inverse)
-    at_y = _kept(at_y * chain, valid, c, here)
     counted = here
     if valid is not None:
         counted = tl.load(valid + c, mask=here, other=0) != 0
-
-    if divisors is not None:
-        chain = chain[None, :]
-        inverse = inverse[None, :]
-    if entropy is not None:
-        slant = slant[None, :]
     for v in range(low, high, R):
         row = v + tl.arange(0, R)
         there = row < high
@@ -432,21 +438,48 @@ def to_gradient(
         shift = _bias(bias, row, there)
         if bias is not None:
             shift = shift[:, None]
-        y = _bits(raw, shift, unit, scale, softcap, inverse)
-        g = _gradient(y, lse_bits[None, :], factor[None, :], slant, entropy)
+        across = inverse
+        if divisors is not None:
+            across = inverse[None, :]
+        y = _bits(raw, shift, unit, scale, softcap, across)
+        if entropy is None:
+            g = _gradient(y, lse_bits[None, :], factor[None, :], slant, entropy)
+        else:
+            g = _gradient(y, lse_bits[None, :], factor[None, :], slant[None, :], entropy)
         if smoothing is not None:
             if weights is None:
                 g -= spread[None, :]
             else:
                 g -= spread[None, :] * tl.load(weights + row, mask=there, other=0.0)[:, None]
         if softcap is not None:
-            g *= _slope(y, softcap, inverse)
-        g *= chain
+            g *= _slope(raw, shift, unit, scale, softcap)
+        g *= scale * across
         if valid is not None:
             g = tl.where(counted[None, :], g, 0.0)
         tl.store(place, _rounded(g, S.dtype.element_ty), mask=mask)
+
+    label = tl.load(labels + c, mask=here, other=0)
+    of_label = tl.load(label_part + c, mask=here, other=0.0)
+    not_y = tl.load(rest + c, mask=here, other=0.0)
+    dot = tl.load(dots + c, mask=here, other=0.0)
+    shift_y = _bias(bias, label, here)
+    # p * softmax - label, as a difference that does not cancel where p is near 1
+    logp_y = _bits(dot, shift_y, 1.0, scale, softcap, inverse) - lse_bits
+    p_y = tl.where(not_y < 0.5, 1.0 - not_y, tl.exp2(logp_y))
+    at_y = p_y * (factor - of_label) - not_y * of_label
+    if entropy is not None:
+        at_y += p_y * slant * tl.maximum(logp_y, _MASKED)
+    if smoothing is not None:
+        if weights is None:
+            at_y -= spread
+        else:
+            at_y -= spread * tl.load(weights + label, mask=here, other=0.0)
+    if softcap is not None:
+        at_y *= _slope(dot, shift_y, 1.0, scale, softcap)
+    at_y = tl.where(counted, at_y * scale * inverse, 0.0)
     # the tile's own stores come first
     tl.debug_barrier()
+    mine = here & (label >= low) & (label < high)
     tl.store(S + label * stride + c, _rounded(at_y, S.dtype.element_ty), mask=mine)
 
 
@@ -501,8 +534,13 @@ def diverge(
         p_shift = _bias(p_bias, row, there)
         if p_bias is not None:
             p_shift = p_shift[:, None]
-        q_bits = _bits(tl.load(Q + at, mask=mask, other=0.0), q_shift, 1.0, q_scale, q_softcap, inverse)
+        q_raw = tl.load(Q + at, mask=mask, other=0.0)
+        q_bits = _bits(q_raw, q_shift, 1.0, q_scale, q_softcap, inverse)
         p_bits = _bits(tl.load(P + at, mask=mask, other=0.0), p_shift, 1.0, p_scale, p_softcap, inverse)
+        if q_bias is not None:
+            q_bits = tl.maximum(q_bits, _LOWEST)
+        if p_bias is not None:
+            p_bits = tl.maximum(p_bits, _LOWEST)
         log_q = q_bits - q_total
         log_p = p_bits - p_total
         q = tl.exp2(log_q)
@@ -529,7 +567,7 @@ def diverge(
                 g = q * (against_q * _LN2 - mean) * (1.0 - beta)
             g *= chain
             if q_softcap is not None:
-                g *= _slope(q_bits, q_softcap, inverse)
+                g *= _slope(q_raw, q_shift, 1.0, q_scale, q_softcap)
             place = out + row[:, None].to(tl.int64) * out_stride + c[None, :]
             tl.store(place, _rounded(g, out.dtype.element_ty), mask=mask)
     at_part = partials + part.to(tl.int64) * n + c

@@ -94,16 +94,22 @@ class Transform:
 
 def statistics(
     raw: Tensor, transform: Transform, wanted: Wanted, labels: Labels | None = None, dots: Tensor | None = None
-) -> Statistics:
-    """One read of raw logits. ``dots`` [n] are the fp32 raw logits at ``labels``, used in place of those in ``raw``."""
+) -> tuple[Statistics, Tensor]:
+    """One read of raw logits. ``dots`` [n] are the fp32 raw logits at ``labels``, used in place of those in ``raw``.
+
+    Returns:
+        The statistics, and with labels [n] 1 - p of each label.
+    """
     vocabulary, count = raw.shape
     t, device = transform, raw.device
-    cut = tuning(device).look.cut(count, vocabulary)
+    tiles = tuning(device)
+    cut = (tiles.look_wide if raw.dtype == torch.float32 else tiles.look).cut(count, vocabulary)
     weights = wanted.smoothed if isinstance(wanted.smoothed, Tensor) else None
     smoothed = wanted.smoothed is not None
     planes = 2 + wanted.entropy + smoothed + wanted.best
     partials = torch.empty((planes, cut.parts, count), dtype=torch.float32, device=device)
-    found = torch.empty((planes - wanted.best - (labels is None), count), dtype=torch.float32, device=device)
+    rows = planes - 1 - wanted.best + 2 * (labels is not None)
+    found = torch.empty((rows, count), dtype=torch.float32, device=device)
     best = torch.empty(count, dtype=torch.int64, device=device) if wanted.best else None
     flags = {"ENTROPY": wanted.entropy, "SMOOTHED": smoothed, "BEST": wanted.best}
     with on_device(device):
@@ -112,15 +118,12 @@ def statistics(
             unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
             **flags, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
         )  # fmt: skip
-        _combine(raw, t, cut, partials, found, labels, dots, best, EXPONENTIALS=False, **flags)
-    rows = iter(found.unbind(0))
-    return Statistics(
-        lse=next(rows),
-        target_logit=next(rows) if labels is not None else found[0],
-        entropy=next(rows) if wanted.entropy else None,
-        smoothed=next(rows) if smoothed else None,
-        best=best,
-    )
+        _combine(raw, t, cut, partials, found, labels, dots, best, weights, EXPONENTIALS=False, **flags)
+    given = iter(found.unbind(0))
+    lse = next(given)
+    target_logit, rest = (next(given), next(given)) if labels is not None else (lse, lse)
+    entropy = next(given) if wanted.entropy else None
+    return Statistics(lse, target_logit, entropy, best, next(given) if smoothed else None), rest
 
 
 def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor) -> tuple[Statistics, Tensor]:
@@ -132,10 +135,10 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
     vocabulary, count = raw.shape
     t, device = transform, raw.device
     # never above the logsumexp of all classes, and where it is far below the largest logit, m is raised
-    guess = statistics(raw[:_GUESS_ROWS], t, Wanted()).lse
+    guess = statistics(raw[:_GUESS_ROWS], t, Wanted())[0].lse
     cut = tuning(device).exponentiate.cut(count, vocabulary)
     partials = torch.empty((2, cut.parts, count), dtype=torch.float32, device=device)
-    found = torch.empty((5, count), dtype=torch.float32, device=device)
+    found = torch.empty((6, count), dtype=torch.float32, device=device)
     tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps}
     with on_device(device):
         kernels.exponentiate[(cut.programs,)](
@@ -143,11 +146,11 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
             t.scale, t.inverse, guess, partials, cut.rows, cut.parts, **tiles,
         )  # fmt: skip
         flags = {"ENTROPY": False, "SMOOTHED": False, "BEST": False}
-        _combine(raw, t, cut, partials, found, labels, dots, None, EXPONENTIALS=True, **flags)
+        _combine(raw, t, cut, partials, found, labels, dots, None, None, EXPONENTIALS=True, **flags)
         kernels.settle[(cut.programs,)](
             raw, raw.stride(0), count, vocabulary, labels.index, partials, found, cut.rows, cut.parts, **tiles
         )
-    lse, target_logit, _, _, factors = found.unbind(0)
+    lse, target_logit, *_, factors = found.unbind(0)
     return Statistics(lse, target_logit, None, None, None), factors
 
 
@@ -156,13 +159,13 @@ _GUESS_ROWS = 1024
 
 def _combine(
     raw: Tensor, t: Transform, cut: Cut, partials: Tensor, found: Tensor, labels: Labels | None, dots: Tensor | None,
-    best: Tensor | None, **flags: bool,
+    best: Tensor | None, weights: Tensor | None, **flags: bool,
 ) -> None:  # fmt: skip
     count = raw.shape[1]
     index, valid = (None, None) if labels is None else (labels.index, labels.valid)
     width, height = (cut.width, 2) if INTERPRETED else (16, 128)
     kernels.combine[(triton.cdiv(count, width),)](
-        partials, cut.parts, count, raw, raw.stride(0), index, valid, dots, t.bias, t.divisors,
+        partials, cut.parts, count, raw, raw.stride(0), index, valid, dots, t.bias, t.divisors, weights,
         unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, **flags, BP=height, BN=width, num_warps=4,
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ they are read for the statistics, and read and written for the gradient.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -32,6 +32,15 @@ from headmux.backends.triton.launch import (
 from headmux.backends.triton.tuning import tuning
 
 
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """What raw logits need to become their gradient: their transform, and [n] the raw logit and 1 - p at each label."""
+
+    transform: Transform
+    dots: Tensor
+    rest: Tensor
+
+
 class TritonSoftmax(Softmax):
     """Raw logits, and kernels that look at them or turn them into their gradient."""
 
@@ -51,23 +60,25 @@ class TritonSoftmax(Softmax):
     def statistics(self, first: int = 0) -> Statistics | None:
         """One chunk's logits at a time."""
         found = [
-            statistics(*self._logits(tokens, held), self.wanted, *self._at_labels(tokens))
+            statistics(*self._logits(tokens, held), self.wanted, *self._at_labels(tokens))[0]
             for tokens, held in self.places.outside(first)
         ]
         return Statistics.joined(found) if found else None
 
-    def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Transform | Tensor]:
+    def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Raw | Tensor]:
         """One product, and one pass over the logits."""
         assert held is not None
-        at_labels = self._at_labels(tokens)
+        labels, dots = self._at_labels(tokens)
         raw, transform = self._logits(tokens, held)
-        # fp16 has no room for exponentials against a guess, and a bias needs the gradient itself
-        if self.wanted.proportional and held.dtype != torch.float16 and self.head.softcap is None:
-            return exponentials(raw, transform, *at_labels)
-        return statistics(raw, transform, self.wanted, *at_labels), transform
+        # fp16 has no room for exponentials against a guess, nor for products with them
+        narrow = torch.float16 in (held.dtype, self.head.input.dtype)
+        if self.wanted.proportional and not narrow and self.head.softcap is None:
+            return exponentials(raw, transform, labels, dots)
+        found, rest = statistics(raw, transform, self.wanted, labels, dots)
+        return found, Raw(transform, dots, rest)
 
     def to_gradient(
-        self, held: Tensor, state: Transform | Tensor, statistics: Statistics, tokens: slice, by: Coefficients
+        self, held: Tensor, state: Raw | Tensor, statistics: Statistics, tokens: slice, by: Coefficients
     ) -> Tensor | None:
         """Nothing is left to do for exponentials but to scale them; else one read and one write of the logits."""
         labels = self.labels[tokens]
@@ -76,11 +87,12 @@ class TritonSoftmax(Softmax):
         vocabulary, count = held.shape
         weights = self.wanted.smoothed if isinstance(self.wanted.smoothed, Tensor) else None
         cut = tuning(held.device).gradient.cut(count, vocabulary)
+        t = state.transform
         with on_device(held.device):
             kernels.to_gradient[(cut.programs,)](
                 held, held.stride(0), count, vocabulary, labels.index, labels.valid,
-                state.bias, state.divisors, weights, unit(held.dtype), state.scale, state.softcap, state.inverse,
-                statistics.lse, statistics.target_logit, by.softmax.contiguous(), by.label.contiguous(),
+                t.bias, t.divisors, weights, unit(held.dtype), t.scale, t.softcap, t.inverse,
+                statistics.lse, state.dots, state.rest, by.softmax.contiguous(), by.label.contiguous(),
                 by.entropy, by.smoothing, cut.rows,
                 EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
             )  # fmt: skip

@@ -16,13 +16,13 @@ class Tile:
     """How a kernel walks over logits [V, n].
 
     Attributes:
-        elements: Logits of a tile, classes times tokens.
+        classes: Most classes of a tile.
         tokens: Most tokens of a tile.
         warps: Warps of a program.
         programs: Programs of a launch; each walks over an equal share of the vocabulary.
     """
 
-    elements: int
+    classes: int
     tokens: int
     warps: int
     programs: int
@@ -30,7 +30,7 @@ class Tile:
     def cut(self, tokens: int, vocabulary: int) -> Cut:
         """The tiles for so many tokens and classes."""
         width = min(self.tokens, max(16, triton.next_power_of_2(tokens)))
-        height = min(max(1, self.elements // width), triton.next_power_of_2(vocabulary))
+        height = min(self.classes, triton.next_power_of_2(vocabulary))
         columns = triton.cdiv(tokens, width)
         parts = max(1, min(self.programs // columns, triton.cdiv(vocabulary, 4 * height)))
         rows = triton.cdiv(triton.cdiv(vocabulary, parts), height) * height
@@ -53,9 +53,12 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Tiles of each kernel: ``compare`` and ``diverge`` are ``diverge`` without and with a gradient."""
+    """Tiles of each kernel: ``look_wide`` is ``look`` at fp32 logits, ``compare`` and ``diverge`` are ``diverge``
+    without and with a gradient.
+    """
 
     look: Tile
+    look_wide: Tile
     exponentiate: Tile
     gradient: Tile
     compare: Tile
@@ -65,14 +68,15 @@ class Tuning:
 # Measured on an H200 (Triton 3.6), V=128256, TB/s of bytes moved at N=1024 / 4096 (jsd: 512), where a copy moves 4.2.
 # With one warp a program nothing crosses threads, and 8 rows of 16 bytes a thread are in flight.
 _GPU = Tuning(
-    look=Tile(elements=8 * 256, tokens=256, warps=1, programs=132 * 16),  # 2.7 / 3.6
-    exponentiate=Tile(elements=8 * 256, tokens=256, warps=1, programs=132 * 32),  # 3.0 / 3.5
-    gradient=Tile(elements=32 * 256, tokens=256, warps=4, programs=132 * 128),  # 3.1 / 3.9
-    compare=Tile(elements=16 * 64, tokens=64, warps=1, programs=132 * 32),  # 3.0
-    diverge=Tile(elements=8 * 128, tokens=128, warps=4, programs=132 * 32),  # 3.4
+    look=Tile(classes=8, tokens=256, warps=1, programs=132 * 16),  # 2.7 / 3.6
+    look_wide=Tile(classes=4, tokens=128, warps=1, programs=132 * 32),  # 3.0
+    exponentiate=Tile(classes=4, tokens=256, warps=1, programs=132 * 32),  # 3.0 / 3.5
+    gradient=Tile(classes=8, tokens=256, warps=4, programs=132 * 128),  # 3.1 / 3.9
+    compare=Tile(classes=8, tokens=64, warps=1, programs=132 * 32),  # 3.0
+    diverge=Tile(classes=8, tokens=128, warps=4, programs=132 * 32),  # 3.4
 )
 # the interpreter pays by the tile; two programs walk over the vocabulary so that parts are merged
-_INTERPRETER = Tuning(*[Tile(elements=16384, tokens=256, warps=1, programs=2)] * 5)
+_INTERPRETER = Tuning(*[Tile(classes=256, tokens=64, warps=1, programs=2)] * 6)
 
 
 @cache
