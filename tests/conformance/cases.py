@@ -489,6 +489,19 @@ def _cases() -> Iterable[Case]:
         yield Case(f"{op}/uniform-bf16", op, spread=1e-3, V=1000, dtype=torch.bfloat16, options=per_token)
         for short in ("fp32", "bf16"):  # what is seen first says nothing of the largest logit
             yield Case(f"{op}/late-{short}", op, V=2200, late=60.0, dtype=_DTYPES[short], options=per_token)
+    # the label's logit alone counts, and its rounding error is larger than what any exponential can hold
+    for name, options in (("cold", {}), ("cold-entropy", {"return_entropy": True})):
+        yield Case(
+            f"linear_logp/{name}-bf16",
+            "linear_logp",
+            N=64,
+            H=4,
+            V=5,
+            dtype=torch.bfloat16,
+            options={"temperature": 1e-3, **options},
+            spread=40.0,
+            upstream="ones",
+        )
     yield Case("flce/gap-200-smoothed", "flce", spread=60.0, options={"label_smoothing": 0.1, "reduction": "none"})
     yield Case("jsd/hidden-sizes-differ", "jsd", H=8, teacher_hidden=12, V=17, feature="teacher of another hidden size")
     for short in ("fp32", "bf16", "fp16"):
