@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.chunks import Chunks
-from headmux.backends.common.head import Head
+from headmux.backends.common.head import Head, ScaleRows, scale_rows
 from headmux.backends.common.labels import counted
 from headmux.backends.common.plan import Plan, pieces, plan
 from headmux.backends.common.residual import Scale, scaled
@@ -37,16 +37,17 @@ class Divergence(ABC):
 
     copies: int
     block_bytes: int | None = None
+    scale_rows: ScaleRows = staticmethod(scale_rows)
 
     def __init__(self, args: JSDArgs) -> None:
         self.args = args
         self.valid = None if args.target is None else args.target != args.ignore_index
         self.student = Head(
-            counted(args.student_input, self.valid), args.student_weight, args.student_bias, args.compute_dtype,
+            self.admit(args.student_input), args.student_weight, args.student_bias, args.compute_dtype,
             args.student_logit_scale, args.student_softcap, args.temperature,
         )
         self.teacher = Head(
-            counted(args.teacher_input, self.valid), args.teacher_weight, args.teacher_bias, args.teacher_compute_dtype,
+            self.admit(args.teacher_input), args.teacher_weight, args.teacher_bias, args.teacher_compute_dtype,
             args.teacher_logit_scale, args.teacher_softcap, args.temperature,
         )
         self.wide = torch.promote_types(self.student.wide, self.teacher.wide)
@@ -64,6 +65,10 @@ class Divergence(ABC):
             block_bytes=self.block_bytes,
             share=2,
         )
+
+    def admit(self, states: Tensor) -> Tensor:
+        """Hidden states, 0 where a token does not count."""
+        return counted(states, self.valid)
 
     @abstractmethod
     def compare(
@@ -89,14 +94,14 @@ class Divergence(ABC):
         else:
             bias = args.student_weight if args.student_bias is None else args.student_bias
             dtypes = (args.student_input.dtype, args.student_weight.dtype, bias.dtype)
-            places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, self.plan)
+            places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, self.plan, self.scale_rows)
             pairs = self.plan.chunk
             if places.inside < self.tokens:
                 # half of the pairs' room holds gradients that do not fit inside grad_weight: fewer, larger sums
                 pairs = max(1, pairs // 2)
                 held = pairs * 2 * self.wide.itemsize // dtype.itemsize
                 cut = replace(self.plan, chunk=min(self.tokens, held))
-                places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut)
+                places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut, self.scale_rows)
             fill = self._fill(pairs, upstream, losses)
         gradients = None if places is None else places.gradients(fill, args.needs)
         loss = torch.cat(losses) if len(losses) > 1 else losses[0]

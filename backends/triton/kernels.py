@@ -495,15 +495,15 @@ def _gradient(y, lse, factor, slant, entropy):
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def diverge(
-    Q, P, stride, n, V, q_bias, q_scale, q_softcap, p_bias, p_scale, p_softcap, inverse, q_lse, p_lse, beta,
+    Q, P, stride, n, V, valid, q_bias, q_scale, q_softcap, p_bias, p_scale, p_softcap, inverse, q_lse, p_lse, beta,
     upstream, kl, out, out_stride, partials, rows, parts,
     TEACHER: tl.constexpr, STUDENT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Of ``rows`` classes and BN tokens, from raw fp32 logits of student (Q) and teacher (P), M being their mixture:
 
     - TEACHER, STUDENT: sums of p * log(p / m) and q * log(q / m), into ``partials`` [TEACHER + STUDENT, parts, n];
-    - with ``out``: the gradient with respect to the student's raw logits for ``upstream``. Where beta is not 0 it needs
-      ``kl`` [n], the student's whole sum.
+    - with ``out``: the gradient with respect to the student's raw logits for ``upstream``, 0 where a token is not
+      valid. Where beta is not 0 it needs ``kl`` [n], the student's whole sum.
 
     beta of 0 makes M the student, 1 the teacher.
     """
@@ -517,6 +517,9 @@ def diverge(
     p_total = tl.load(p_lse + c, mask=here, other=0.0)[None, :] * _LOG2E
     if out is not None:
         chain = tl.load(upstream + c, mask=here, other=0.0)[None, :] * (q_scale * inverse)
+        counted = here[None, :]
+        if valid is not None:
+            counted = tl.load(valid + c, mask=here, other=0)[None, :] != 0
         if kl is not None:
             mean = tl.load(kl + c, mask=here, other=0.0)[None, :]
     of_p = tl.zeros((BN,), tl.float32)
@@ -568,6 +571,8 @@ def diverge(
             g *= chain
             if q_softcap is not None:
                 g *= _slope(q_raw, q_shift, 1.0, q_scale, q_softcap)
+            if valid is not None:
+                g = tl.where(counted, g, 0.0)
             place = out + row[:, None].to(tl.int64) * out_stride + c[None, :]
             tl.store(place, _rounded(g, out.dtype.element_ty), mask=mask)
     at_part = partials + part.to(tl.int64) * n + c

@@ -102,8 +102,7 @@ def statistics(
     """
     vocabulary, count = raw.shape
     t, device = transform, raw.device
-    tiles = tuning(device)
-    cut = (tiles.look_wide if raw.dtype == torch.float32 else tiles.look).cut(count, vocabulary)
+    cut = tuning(device).look.cut(raw)
     weights = wanted.smoothed if isinstance(wanted.smoothed, Tensor) else None
     smoothed = wanted.smoothed is not None
     planes = 2 + wanted.entropy + smoothed + wanted.best
@@ -136,7 +135,7 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
     t, device = transform, raw.device
     # never above the logsumexp of all classes, and where it is far below the largest logit, m is raised
     guess = statistics(raw[:_GUESS_ROWS], t, Wanted())[0].lse
-    cut = tuning(device).exponentiate.cut(count, vocabulary)
+    cut = tuning(device).exponentiate.cut(raw)
     partials = torch.empty((2, cut.parts, count), dtype=torch.float32, device=device)
     found = torch.empty((6, count), dtype=torch.float32, device=device)
     tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps}

@@ -86,7 +86,7 @@ class TritonSoftmax(Softmax):
             return state * by.softmax * self.head.chain(tokens)
         vocabulary, count = held.shape
         weights = self.wanted.smoothed if isinstance(self.wanted.smoothed, Tensor) else None
-        cut = tuning(held.device).gradient.cut(count, vocabulary)
+        cut = tuning(held.device).gradient.cut(held)
         t = state.transform
         with on_device(held.device):
             kernels.to_gradient[(cut.programs,)](

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 import triton
+from torch import Tensor
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 
@@ -17,7 +18,7 @@ class Tile:
 
     Attributes:
         classes: Most classes of a tile.
-        tokens: Most tokens of a tile.
+        tokens: Most tokens of a tile; of fp32 logits half as many.
         warps: Warps of a program.
         programs: Programs of a launch; each walks over an equal share of the vocabulary.
     """
@@ -27,9 +28,11 @@ class Tile:
     warps: int
     programs: int
 
-    def cut(self, tokens: int, vocabulary: int) -> Cut:
-        """The tiles for so many tokens and classes."""
-        width = min(self.tokens, max(16, triton.next_power_of_2(tokens)))
+    def cut(self, raw: Tensor) -> Cut:
+        """The tiles of logits [V, n]."""
+        vocabulary, tokens = raw.shape
+        most = self.tokens // 2 if raw.dtype == torch.float32 else self.tokens
+        width = min(most, max(16, triton.next_power_of_2(tokens)))
         height = min(self.classes, triton.next_power_of_2(vocabulary))
         columns = triton.cdiv(tokens, width)
         parts = max(1, min(self.programs // columns, triton.cdiv(vocabulary, 4 * height)))
@@ -53,12 +56,9 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Tiles of each kernel: ``look_wide`` is ``look`` at fp32 logits, ``compare`` and ``diverge`` are ``diverge``
-    without and with a gradient.
-    """
+    """Tiles of each kernel: ``compare`` and ``diverge`` are ``diverge`` without and with a gradient."""
 
     look: Tile
-    look_wide: Tile
     exponentiate: Tile
     gradient: Tile
     compare: Tile
@@ -69,14 +69,13 @@ class Tuning:
 # With one warp a program nothing crosses threads, and 8 rows of 16 bytes a thread are in flight.
 _GPU = Tuning(
     look=Tile(classes=8, tokens=256, warps=1, programs=132 * 16),  # 2.7 / 3.6
-    look_wide=Tile(classes=4, tokens=128, warps=1, programs=132 * 32),  # 3.0
     exponentiate=Tile(classes=4, tokens=256, warps=1, programs=132 * 32),  # 3.0 / 3.5
     gradient=Tile(classes=8, tokens=256, warps=4, programs=132 * 128),  # 3.1 / 3.9
-    compare=Tile(classes=8, tokens=64, warps=1, programs=132 * 32),  # 3.0
-    diverge=Tile(classes=8, tokens=128, warps=4, programs=132 * 32),  # 3.4
+    compare=Tile(classes=8, tokens=128, warps=1, programs=132 * 32),  # 3.0
+    diverge=Tile(classes=16, tokens=128, warps=4, programs=132 * 64),  # 3.4
 )
 # the interpreter pays by the tile; two programs walk over the vocabulary so that parts are merged
-_INTERPRETER = Tuning(*[Tile(classes=256, tokens=64, warps=1, programs=2)] * 6)
+_INTERPRETER = Tuning(*[Tile(classes=256, tokens=128, warps=1, programs=2)] * 5)
 
 
 @cache
