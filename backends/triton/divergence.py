@@ -19,7 +19,7 @@ from headmux.backends.common.softmax import Wanted
 from headmux.backends.common.storage import rows_of
 from headmux.backends.triton import kernels
 from headmux.backends.triton.launch import Transform, on_device, raw_logits, scale_rows, statistics
-from headmux.backends.triton.tuning import tuning
+from headmux.backends.triton.tuning import MOST_REGISTERS, tuning
 
 if TYPE_CHECKING:
     from headmux.ops.jsd import JSDArgs
@@ -66,7 +66,7 @@ class TritonDivergence(Divergence):
                     None if into is None else upstream, kl, into, 0 if into is None else into.stride(0),
                     partials, cut.rows, cut.parts,
                     TEACHER=of_teacher, STUDENT=of_student, EVEN=cut.even, R=cut.height, BN=cut.width,
-                    num_warps=cut.warps,
+                    num_warps=cut.warps, maxnreg=MOST_REGISTERS,
                 )  # fmt: skip
             return partials.sum(1)
 

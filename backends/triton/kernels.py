@@ -231,11 +231,13 @@ def exponentiate(
             share = tl.exp2(top - higher)
             total *= share
             top = higher
+            before = S + low.to(tl.int64) * stride + c
             tl.debug_barrier()
-            for u in range(low, v, R):
-                before = S + (u + tl.arange(0, R))[:, None].to(tl.int64) * stride + c[None, :]
-                e = tl.load(before, mask=here[None, :], other=0.0).to(tl.float32)
-                tl.store(before, _rounded(e * share[None, :], S.dtype.element_ty), mask=here[None, :])
+            for _ in range(low, v):
+                e = tl.load(before, mask=here, other=0.0).to(tl.float32)
+                tl.store(before, _rounded(e * share, S.dtype.element_ty), mask=here)
+                before += stride
+            tl.debug_barrier()
         e = tl.exp2(y - top[None, :])
         tl.store(place, _rounded(e, S.dtype.element_ty), mask=mask)
         total += tl.sum(e, 0)

@@ -15,7 +15,7 @@ from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan
 from headmux.backends.common.softmax import Statistics, Wanted
 from headmux.backends.triton import kernels
-from headmux.backends.triton.tuning import INTERPRETED, Cut, tuning
+from headmux.backends.triton.tuning import INTERPRETED, MOST_REGISTERS, Cut, tuning
 from headmux.contract import Upstream
 
 # fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
@@ -115,7 +115,7 @@ def statistics(
         kernels.look[(cut.programs,)](
             raw, raw.stride(0), count, vocabulary, t.bias, t.divisors, weights,
             unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
-            **flags, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
+            **flags, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
         _combine(raw, t, cut, partials, found, labels, dots, best, weights, EXPONENTIALS=False, **flags)
     given = iter(found.unbind(0))
@@ -138,7 +138,7 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
     cut = tuning(device).exponentiate.cut(raw)
     partials = torch.empty((2, cut.parts, count), dtype=torch.float32, device=device)
     found = torch.empty((6, count), dtype=torch.float32, device=device)
-    tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps}
+    tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps, "maxnreg": MOST_REGISTERS}
     with on_device(device):
         kernels.exponentiate[(cut.programs,)](
             raw, raw.stride(0), count, vocabulary, labels.index, labels.valid, t.bias, t.divisors,

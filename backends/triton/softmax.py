@@ -29,7 +29,7 @@ from headmux.backends.triton.launch import (
     statistics,
     unit,
 )
-from headmux.backends.triton.tuning import tuning
+from headmux.backends.triton.tuning import MOST_REGISTERS, tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +94,7 @@ class TritonSoftmax(Softmax):
                 t.bias, t.divisors, weights, unit(held.dtype), t.scale, t.softcap, t.inverse,
                 statistics.lse, state.dots, state.rest, by.softmax.contiguous(), by.label.contiguous(),
                 by.entropy, by.smoothing, cut.rows,
-                EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps,
+                EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
             )  # fmt: skip
         return None
 
