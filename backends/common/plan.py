@@ -10,7 +10,7 @@ from headmux.backends.common.budget import MIB, budget_for
 
 # Largest block of wide logits [rows, tokens] in bytes, and most tokens of one. On a CPU a block stays in the
 # second-level cache between passes; on a GPU fewer blocks mean fewer launches, and 2048 rows keep cuBLAS at full rate.
-_BLOCK_BYTES = {"cpu": 2 * MIB, "cuda": 40 * MIB}
+_BLOCK_BYTES = {"cpu": 2 * MIB, "cuda": 34 * MIB}
 _BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
 _LEAST_ROWS = 64
 # kept for each token of each block: two or three statistics, the logit at the label and its place
