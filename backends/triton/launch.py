@@ -20,6 +20,9 @@ from headmux.contract import Upstream
 
 # fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
 _FP16_UNIT = 64.0
+# classes whose logsumexp is what a token's exponentials are first measured against
+_GUESS_ROWS = 1024
+_TRITON = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -84,12 +87,14 @@ class Transform:
 
     def __init__(self, head: Head, tokens: slice) -> None:
         divisor = head.divisor(tokens)
-        per_token = isinstance(divisor, Tensor)
         self.bias = head.bias
         self.scale = float(head.scale)
         self.softcap = None if head.softcap is None else float(head.softcap)
-        self.divisors = divisor.float().contiguous() if isinstance(divisor, Tensor) else None
-        self.inverse = 1.0 if per_token else 1.0 / divisor
+        self.divisors, self.inverse = None, 1.0
+        if isinstance(divisor, Tensor):
+            self.divisors = divisor.float().contiguous()
+        else:
+            self.inverse = 1.0 / divisor
 
 
 def statistics(
@@ -153,9 +158,6 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
     return Statistics(lse, target_logit, None, None, None), factors
 
 
-_GUESS_ROWS = 1024
-
-
 def _combine(
     raw: Tensor, t: Transform, cut: Cut, partials: Tensor, found: Tensor, labels: Labels | None, dots: Tensor | None,
     best: Tensor | None, weights: Tensor | None, **flags: bool,
@@ -182,9 +184,6 @@ def dots_at_labels(head: Head, labels: Tensor, tokens: slice) -> Tensor:
             DTYPE=dtype, BN=width, BH=height, num_warps=4,
         )  # fmt: skip
     return out
-
-
-_TRITON = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def scaled(
