@@ -108,14 +108,16 @@ def scale_rows(X, x_row, x_column, factors, n, H, out, BN: tl.constexpr, BH: tl.
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def look(
-    S, stride, n, V, bias, divisors, weights, unit, scale, softcap, inverse, partials, rows, parts,
+    S, stride, n, V, labels, bias, divisors, weights, unit, scale, softcap, inverse, partials, rows, parts,
     ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr, EVEN: tl.constexpr,
     R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Statistics of ``rows`` classes for BN tokens: ``partials`` [2 + ENTROPY + SMOOTHED + BEST, parts, n].
 
     The largest logit m, the sum of e = exp(z - m) and, if wanted, the sums of e * (z - m) and of z times its weight,
-    and the first index of m. EVEN tells that ``rows`` and V are multiples of R.
+    and the first index of m. ``labels``, or None, are left out of all but the weighted sum: where the label's logit is
+    to be another one, what the sums hold of it may be more than all the others, and cannot be subtracted. EVEN tells
+    that ``rows`` and V are multiples of R.
     """
     columns = tl.cdiv(n, BN)
     part = tl.program_id(0) // columns
@@ -126,6 +128,8 @@ def look(
     inverse = _inverse(divisors, inverse, c, here)
     if divisors is not None:
         inverse = inverse[None, :]
+    if labels is not None:
+        label = tl.load(labels + c, mask=here, other=0)[None, :]
     top = tl.full((BN,), _LOWEST, tl.float32)
     total = tl.zeros((BN,), tl.float32)
     moment = tl.zeros((BN,), tl.float32)
@@ -153,6 +157,8 @@ def look(
             smoothed += tl.sum(weighted, 0)
         if not EVEN:
             y = tl.where(mask, y, _LOWEST)
+        if labels is not None:
+            y = tl.where(row[:, None] == label, _LOWEST, y)
         peak = tl.maximum(top, tl.max(y, 0))
         if BEST:
             index = tl.min(tl.where(y == peak[None, :], row[:, None], _NO_INDEX), 0)
@@ -185,7 +191,8 @@ def exponentiate(
     [2, parts, n] get m / log 2 and the sums of the exponentials but that of the label.
 
     m is a token's ``guess`` [n], unless a logit lies so far above it that its exponential would not fit: then m is
-    raised to that logit, and what the program has stored for that token is scaled down.
+    raised to that logit, and what the program has stored for that token is scaled down. m / log 2 is an integer, so
+    that scaling is exact.
     """
     columns = tl.cdiv(n, BN)
     part = tl.program_id(0) // columns
@@ -205,7 +212,7 @@ def exponentiate(
         inverse = inverse[None, :]
     # every thread has read its label before another writes there
     tl.debug_barrier()
-    top = tl.load(guess + c, mask=counted, other=0.0) * _LOG2E
+    top = tl.ceil(tl.load(guess + c, mask=counted, other=0.0) * _LOG2E)
     total = tl.zeros((BN,), tl.float32)
     for v in range(low, high, R):
         row = v + tl.arange(0, R)
@@ -225,7 +232,7 @@ def exponentiate(
             y = tl.maximum(y, _LOWEST)
         if valid is not None or not EVEN:
             y = tl.where(known, y, _LOWEST)
-        peak = tl.max(y, 0)
+        peak = tl.ceil(tl.max(y, 0))
         higher = tl.where(here & (peak > top + _MOST_BITS), peak, top)
         if tl.max((higher > top).to(tl.int32), 0) > 0:
             share = tl.exp2(top - higher)
@@ -289,7 +296,8 @@ def combine(
     """Statistics of BN tokens from their parts in a fixed order: ``out`` [..., n], the logsumexp; with ``labels`` the
     logit at the label and 1 - p there; and what else is wanted. 0 where a token is not valid.
 
-    The logit at each label is that of the fp32 ``dots``, in place of the one that S holds. With EXPONENTIALS, the parts
+    The logit at each label is that of the fp32 ``dots``, in place of the one that S holds. With ENTROPY the parts leave
+    that one out. With EXPONENTIALS, the parts
     are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the exponentials but the label's, and the
     factor that makes p of an exponential, and exactly 1 - p of that sum as it is stored.
     """
@@ -326,15 +334,14 @@ def combine(
         label = tl.load(labels + c, mask=here, other=0)
         inverse = _inverse(divisors, inverse, c, here)
         shift = _bias(bias, label, here)
-        if EXPONENTIALS:
-            others = total
-        else:
+        if not EXPONENTIALS:
             held = tl.load(S + label * stride + c, mask=here, other=0.0).to(tl.float32)
             held = _bits(held, shift, unit, scale, softcap, inverse)
             if bias is not None:
                 held = tl.maximum(held, _LOWEST)
-            e = tl.exp2(held - top)
-            others = tl.maximum(total - e, 0.0)
+        others = total
+        if not (EXPONENTIALS or ENTROPY):
+            others = tl.maximum(total - tl.exp2(held - top), 0.0)
         exact = _bits(tl.load(dots + c, mask=here, other=0.0), shift, 1.0, scale, softcap, inverse)
         if bias is not None:
             exact = tl.maximum(exact, _LOWEST)
@@ -344,7 +351,7 @@ def combine(
         share = tl.where(alone, 0.0, tl.exp2(top - peak))
         instead = tl.exp2(exact - peak)
         if ENTROPY:
-            moment = share * (moment - e * (held - top) + others * (top - peak)) + instead * (exact - peak)
+            moment = share * (moment + others * (top - peak)) + instead * (exact - peak)
         total = share * others + instead
         tl.store(out + n + c, _kept(exact * _LN2, valid, c, here), mask=here)
         tl.store(out + 2 * n + c, _kept(share * others / total, valid, c, here), mask=here)

@@ -116,9 +116,10 @@ def statistics(
     found = torch.empty((rows, count), dtype=torch.float32, device=device)
     best = torch.empty(count, dtype=torch.int64, device=device) if wanted.best else None
     flags = {"ENTROPY": wanted.entropy, "SMOOTHED": smoothed, "BEST": wanted.best}
+    left_out = labels.index if labels is not None and wanted.entropy else None
     with on_device(device):
         kernels.look[(cut.programs,)](
-            raw, raw.stride(0), count, vocabulary, t.bias, t.divisors, weights,
+            raw, raw.stride(0), count, vocabulary, left_out, t.bias, t.divisors, weights,
             unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
             **flags, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
         )  # fmt: skip

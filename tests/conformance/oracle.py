@@ -19,10 +19,10 @@ The floors, for what one peer's errors do not show, since they can be small by l
   product must be rounded to its dtype) or, if that is larger, of the probability in it (which a kernel may keep from
   the forward in the operands' dtype; an entropy or label smoothing subtracts from it; not at the target, and not in
   jsd), carried through the product as independent errors, as much again for the hidden states in grad_weight, into
-  which a kernel may fold what arrives later, and half an ulp of the result, twice, for it may be scaled once formed. Of
-  the loss or the log-probability: half an ulp of the logit at the target and, weighted with their probabilities, of
-  all logits. It is taken instead of the peer's measured error where that is smaller by luck, not in addition.
-- ``ulp`` (see ``headmux.testing.runner``), for Triton's interpreter alone.
+  which a kernel may fold what arrives later, half an ulp of the result, twice, for it may be scaled once formed, and
+  what half an ulp of every logit makes of the probabilities (not in jsd). Of the loss or the log-probability: half an
+  ulp of the logit at the target and, weighted with their probabilities, of all logits. It is taken instead of the
+  peer's measured error where that is smaller by luck, not in addition.
 """
 
 from __future__ import annotations
@@ -330,9 +330,8 @@ def judge(
     by: Result,
     *,
     upstream: dict[str, Tensor] | None = None,
-    ulp: bool = False,
 ) -> list[Measure]:
-    """Errors of a result and their budgets. With ``ulp`` each budget is wider by an ulp of the result's dtype.
+    """Errors of a result and their budgets.
 
     Raises:
         AssertionError: A result is there that should not be or is missing; or its dtype, shape or device is not the
@@ -357,7 +356,7 @@ def judge(
         terms = _terms(problem, name, want, scale.rows)
         roundings = 2 if name.startswith("grad_") else 1
         for group, rows in _groups(problem, name, value):
-            measures += _errors(f"{name}{group}", value, true, rival, rows, terms, roundings, scale.of(name, true), ulp)
+            measures += _errors(f"{name}{group}", value, true, rival, rows, terms, roundings, scale.of(name, true))
     return measures
 
 
@@ -408,6 +407,8 @@ def _terms(problem: Problem, name: str, want: Result, upstream: Tensor) -> Tenso
         index = target.reshape(-1).long().clamp(0, kept.shape[1] - 1)
         rounded = torch.maximum(rounded, kept.scatter(1, index[:, None], 0.0))
     squares = (rounded * half).square()
+    if problem.case.op != "jsd" and want.probabilities is not None and want.logits is not None:
+        squares += _probability_terms(want.probabilities, want.logits * half) * upstream[:, None].square()
     role = name.removeprefix(f"grad_{prefix}")
     if role == "input":
         return squares @ _tensor(problem.tensors[f"{prefix}weight"]).double().square().sum(1)
@@ -416,6 +417,13 @@ def _terms(problem: Problem, name: str, want: Result, upstream: Tensor) -> Tenso
         states = torch.where(problem.valid[:, None], states, 0.0)
         return 2 * squares.T @ states.square().sum(1)
     return squares.sum(0) if role == "bias" else 0.0
+
+
+def _probability_terms(p: Tensor, off: Tensor) -> Tensor:
+    """[N, V] variances of probabilities whose logits have independent errors ``off``: dp_j = p_j (dz_j - sum p dz)."""
+    squares = torch.where(p > 0, off, 0.0).square()
+    mean = (p.square() * squares).sum(1, keepdim=True)
+    return p.square() * (((1 - p).square() - p.square()) * squares + mean).clamp_(min=0.0)
 
 
 def _logit_terms(problem: Problem, want: Result) -> Tensor | float:
@@ -439,7 +447,6 @@ def _errors(
     terms: Tensor | float,
     roundings: int,
     floor: float,
-    ulp: bool,
 ) -> list[Measure]:
     matrix = value.dim() > 1 and name.startswith("grad_")
     width = value.shape[-1] if matrix else 1
@@ -455,13 +462,12 @@ def _errors(
             f"{name}: {int((~same).sum())} of {same.numel()} elements are NaN, or should be and are not"
         )
     got, want, other, expected = (torch.nan_to_num(t, nan=0.0) for t in (got, want, other, expected))
-    off, rival_off, size = (t.norm(dim=1) for t in (got - want, other - want, want))
-    extra = torch.finfo(value.dtype).eps if ulp and value.dtype == torch.bfloat16 else 0.0
+    off, rival_off = (t.norm(dim=1) for t in (got - want, other - want))
     whole = max(2 * float(rival_off.norm()), math.sqrt(float(expected.sum())))
     worst = max(2 * float(rival_off.max()), math.sqrt(float(expected.max())))
     return [
-        Measure(f"{name}, all", float(off.norm()), whole + floor * math.sqrt(len(off)) + extra * float(size.norm())),
-        Measure(f"{name}, worst row", float(off.max()), worst + floor + extra * float(size.max())),
+        Measure(f"{name}, all", float(off.norm()), whole + floor * math.sqrt(len(off))),
+        Measure(f"{name}, worst row", float(off.max()), worst + floor),
     ]
 
 

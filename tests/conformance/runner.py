@@ -9,9 +9,6 @@ Outcomes:
   failure.
 - ``failed``: anything else.
 - ``unavailable``: nothing of the backend can be used here; said once for the backend, in place of its checks.
-
-Rule for Triton's interpreter: under ``TRITON_INTERPRET=1`` its own conversion from fp32 to bf16 rounds toward zero, not
-to nearest as on a GPU, so for the backend ``triton`` and there alone bf16 results may be off by one ulp (2^-7) more.
 """
 
 from __future__ import annotations
@@ -204,7 +201,7 @@ class Context:
         got = self.run(problem, roles=roles, upstream=upstream) if result is None else result
         want = oracles.oracle(problem, roles=roles, upstream=upstream)
         by = oracles.peer(problem, roles=roles, upstream=upstream)
-        found = oracles.judge(problem, got, want, by, upstream=upstream, ulp=is_interpreted(self.backend))
+        found = oracles.judge(problem, got, want, by, upstream=upstream)
         for m in found:
             self.measure(f"{note}{m.name}", m.error, m.budget)
         return got
