@@ -51,7 +51,7 @@ def workspace(
     room = capacity(dtype, hidden, held)
     if tokens > room:
         raise ValueError(f"{tokens} tokens of {held} do not fit in rows of {hidden} {dtype}")
-    stride = padded(tokens) if padded(tokens) <= room else tokens
+    stride = min(padded(tokens), room)
     wide, narrow = hidden * dtype.itemsize, stride * held.itemsize
     start = max((b.stop * wide - b.start * narrow for b in pieces(vocabulary, rows)), default=0)
     start = -(-start // _BYTES) * _BYTES

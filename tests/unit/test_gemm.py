@@ -263,6 +263,13 @@ def test_storage_holds_as_many_tokens_as_fit(total_dtype: torch.dtype, held_dtyp
         workspace(like, (R, hidden), total_dtype, most + 1, held_dtype, ROWS)
 
 
+@pytest.mark.parametrize("tokens", [1, 17, 20, 24])
+def test_rows_in_the_storage_are_aligned_where_those_of_the_total_are(tokens: int) -> None:
+    _, inside = workspace(torch.zeros(1), (R, 24), BF16, tokens, BF16, ROWS)
+    assert inside.stride(0) % 8 == 0
+    assert inside.stride(0) >= tokens
+
+
 def test_product_widens() -> None:
     left, right = (operand(t, BF16) for t in pieces_of(BF16))
     out = torch.empty(R, C)
