@@ -28,7 +28,7 @@ ARCHITECTURE = "sm_90a"
 VARIABLE = "HEADMUX_CACHE_DIR"
 _NAME = "headmux_forward"
 
-_kernels: dict[Config, Callable[..., None]] = {}
+_kernels: dict[Config | Scaling, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 
@@ -42,6 +42,7 @@ class Config:
         softcap: Bound the logits.
         entropy: Also return the entropy.
         per_token: The factor of the logits is one per token.
+        keep: Leave exponentials of the logits, in torch.bfloat16, without softcap and entropy.
     """
 
     dtype: torch.dtype
@@ -49,10 +50,27 @@ class Config:
     softcap: bool = False
     entropy: bool = False
     per_token: bool = False
+    keep: bool = False
 
 
-def kernel(config: Config) -> Callable[..., None]:
-    """The compiled forward of a configuration.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scaling:
+    """What the machine code of ``headmux.backends.cutedsl.scale`` depends on.
+
+    Attributes:
+        dtype: One of ``SCALED``.
+        each: A factor for each row.
+    """
+
+    dtype: torch.dtype
+    each: bool
+
+
+SCALED = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def kernel(config: Config | Scaling) -> Callable[..., None]:
+    """The compiled kernels of a configuration.
 
     Raises:
         RuntimeError: It would have to be built or loaded while a CUDA graph is captured.
@@ -71,14 +89,43 @@ def kernel(config: Config) -> Callable[..., None]:
     return found
 
 
-def compiled(config: Config, options: str = "") -> Any:
-    """Trace and compile the forward of a configuration, for a GPU that need not be there."""
+def compiled(config: Config | Scaling, options: str = "") -> Any:
+    """Trace and compile a configuration, for a GPU that need not be there."""
+    options = f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}"
+    return _forward(config, options) if isinstance(config, Config) else _scale(config, options)
+
+
+def _scale(config: Scaling, options: str) -> Any:
+    from cutlass import Float32, Int32, cute
+
+    from headmux.backends.cutedsl.scale import Scale
+
+    dtype, count, hidden = _dtype(config.dtype), cute.sym_int(), cute.sym_int(divisibility=8)
+
+    def matrix() -> Any:
+        stride = (cute.sym_int64(divisibility=8), 1)
+        return cute.runtime.make_fake_tensor(dtype, (count, hidden), stride, assumed_align=16)
+
+    factors = cute.runtime.make_fake_compact_tensor(Float32, (count if config.each else 1,), assumed_align=4)
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return cute.compile(
+        Scale(dtype, each=config.each), matrix(), factors, matrix(), Int32(1), stream, options=options
+    )
+
+
+def _dtype(dtype: torch.dtype) -> Any:
     import cutlass
+
+    names = {torch.bfloat16: "BFloat16", torch.float16: "Float16", torch.float32: "Float32"}
+    return getattr(cutlass, names[dtype])
+
+
+def _forward(config: Config, options: str) -> Any:
     from cutlass import Float32, Int32, Int64, cute
 
     from headmux.backends.cutedsl.forward import Forward
 
-    dtype = {torch.bfloat16: cutlass.BFloat16, torch.float16: cutlass.Float16}[config.dtype]
+    dtype = _dtype(config.dtype)
     tokens, classes, hidden = cute.sym_int(), cute.sym_int(), cute.sym_int(divisibility=8)
 
     def matrix(rows: Any) -> Any:
@@ -88,9 +135,14 @@ def compiled(config: Config, options: str = "") -> Any:
     def vector(kind: type, size: Any, given: bool = True) -> Any:
         return cute.runtime.make_fake_compact_tensor(kind, (size,), assumed_align=kind.width // 8) if given else None
 
-    partials = cute.runtime.make_fake_compact_tensor(
-        Float32, (3 if config.entropy else 2, cute.sym_int()), stride_order=(1, 0)
-    )
+    def planes(count: Any, size: Any, given: bool = True) -> Any:
+        shape = (count, size)
+        return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(1, 0)) if given else None
+
+    held = None
+    if config.keep:
+        stride = (cute.sym_int64(divisibility=8), 1)
+        held = cute.runtime.make_fake_tensor(dtype, (classes, tokens), stride, assumed_align=16)
     options_of = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "dtype"}
     return cute.compile(
         Forward(dtype, **options_of),
@@ -99,19 +151,24 @@ def compiled(config: Config, options: str = "") -> Any:
         vector(Float32, cute.sym_int(divisibility=COLUMN), config.bias),
         vector(Int64, tokens),
         vector(Float32, tokens, config.per_token),
-        partials,
+        planes(3 if config.entropy else 2, cute.sym_int()),
         vector(Float32, tokens),
         vector(Float32, tokens),
         vector(Float32, tokens, config.entropy),
+        held,
+        vector(Float32, tokens, config.keep),
+        vector(Float32, tokens, config.keep),
+        planes(cute.sym_int(), tokens, config.keep),
+        planes(3, tokens, config.keep),
         *[Float32(1.0)] * 2,
         Int64(1),
         *[Int32(1)] * 6,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
-        options=f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}",
+        options=options,
     )
 
 
-def _loaded(config: Config) -> Callable[..., None]:
+def _loaded(config: Config | Scaling) -> Callable[..., None]:
     try:
         path = _folder() / f"{_digest(config)}.o"
         if path.exists():
@@ -127,7 +184,7 @@ def _loaded(config: Config) -> Callable[..., None]:
     return _load(path)
 
 
-def _write(path: Path, config: Config) -> None:
+def _write(path: Path, config: Config | Scaling) -> None:
     """Build into a file that appears whole or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
@@ -152,7 +209,7 @@ def _folder() -> Path:
         raise OSError(str(error)) from error
 
 
-def _digest(config: Config) -> str:
+def _digest(config: Config | Scaling) -> str:
     return hashlib.sha256(f"{_fingerprint()} {config}".encode()).hexdigest()[:32]
 
 

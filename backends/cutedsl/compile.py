@@ -18,7 +18,7 @@ from multiprocessing import get_context
 import torch
 
 from headmux.backends.common import resources as common
-from headmux.backends.cutedsl.build import ARCHITECTURE, Config, compiled
+from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Config, Scaling, compiled
 
 MOST_SHARED = common.MOST_SHARED[90]
 """Bytes of shared memory that a thread block can have on Hopper."""
@@ -30,14 +30,14 @@ class Resources:
 
     Attributes:
         config: Its configuration.
-        kernel: ``"logits"`` or ``"merge"``.
+        kernel: ``"logits"``, ``"merge"``, ``"settle"`` or ``"scale"``.
         registers: Registers of a thread at launch.
         stack: Bytes of stack of a thread. Above 0, registers spill.
         shared: Bytes of shared memory of a thread block.
         products: WGMMA instructions.
     """
 
-    config: Config
+    config: Config | Scaling
     kernel: str
     registers: int
     stack: int
@@ -49,32 +49,36 @@ class Resources:
         return f"{self.kernel:6}  {facts}  {self.config}"
 
 
-def configs() -> Iterator[Config]:
+def configs() -> Iterator[Config | Scaling]:
     """Every configuration."""
     for dtype, *flags in itertools.product((torch.bfloat16, torch.float16), *[(False, True)] * 4):
         yield Config(dtype, *flags)
+    for bias, per_token in itertools.product(*[(False, True)] * 2):
+        yield Config(torch.bfloat16, bias=bias, per_token=per_token, keep=True)
+    for kind, each in itertools.product(SCALED, (False, True)):
+        yield Scaling(kind, each)
 
 
-def resources(config: Config) -> list[Resources]:
+def resources(config: Config | Scaling) -> list[Resources]:
     """Compile a configuration and read its kernels' resources from the machine code.
 
     Raises:
         FileNotFoundError: There is no cuobjdump.
     """
-    from headmux.backends.cutedsl.forward import SHARED_BYTES
+    from headmux.backends.cutedsl.forward import shared_bytes
 
     with tempfile.TemporaryDirectory() as folder:
         cubin = compiled(config, f"--keep-cubin --dump-dir {folder}").__cubin__
     found = []
     for symbol, one in common.usage(cubin, code=True).items():
         kernel = _kernel(symbol)
-        shared = SHARED_BYTES if kernel == "logits" else one.shared
+        shared = shared_bytes(config.keep) if isinstance(config, Config) and kernel == "logits" else one.shared
         found.append(Resources(config, kernel, one.registers, one.stack, shared, one.code.count("HGMMA")))
     return found
 
 
 def _kernel(symbol: str) -> str:
-    return "logits" if "_logits_" in symbol else "merge"
+    return next((name for name in ("logits", "settle", "scale") if f"_{name}_" in symbol), "merge")
 
 
 def main() -> int:

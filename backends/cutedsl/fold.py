@@ -70,20 +70,13 @@ class Fold:
         return tuple(found)
 
     @cute.jit
-    def fold(
-        self,
-        z: cute.Tensor,  # (2, 2, 32): neighbouring columns, the two rows, columns 8 apart
-        rows: tuple,
-        bias: cute.Tensor | None,
-        partials: cute.Tensor,
-        logp: cute.Tensor,
-        inner: Float32,
-        column: Int32,
-        vocabulary: Int32,
+    def transformed(
+        self, z: cute.Tensor, rows: tuple, bias: cute.Tensor | None, inner: Float32, column: Int32, vocabulary: Int32
     ):
-        """Fold the 2 x 64 products of a thread, of a tile that starts at ``column``, into its rows' slots."""
-        lane = cute.arch.lane_idx()
-        first = column + 2 * (lane % 4)
+        """Products become logits, up to the factors of the two rows that are returned; where there is no column, masked
+        ones.
+        """
+        first = column + 2 * (cute.arch.lane_idx() % 4)
         pairs = cute.size(z, mode=[2])
         scales = [row.scale for row in rows]
         if const_expr(self.bias or self.softcap):
@@ -107,6 +100,25 @@ class Fold:
                     if first + 8 * j + q >= vocabulary:
                         for r in range_constexpr(2):
                             z[q, r, j] = Float32(MASKED)
+        return scales
+
+    @cute.jit
+    def fold(
+        self,
+        z: cute.Tensor,  # (2, 2, 32): neighbouring columns, the two rows, columns 8 apart
+        rows: tuple,
+        bias: cute.Tensor | None,
+        partials: cute.Tensor,
+        logp: cute.Tensor,
+        inner: Float32,
+        column: Int32,
+        vocabulary: Int32,
+    ):
+        """Fold the 2 x 64 products of a thread, of a tile that starts at ``column``, into its rows' slots."""
+        lane = cute.arch.lane_idx()
+        first = column + 2 * (lane % 4)
+        pairs = cute.size(z, mode=[2])
+        scales = self.transformed(z, rows, bias, inner, column, vocabulary)
 
         for r in range_constexpr(2):
             row, scale = rows[r], scales[r]

@@ -1,5 +1,8 @@
 """Log-probability, logsumexp and entropy of a linear head's logits, which are never written: the kernels.
 
+Where exponentials of the logits are kept for a gradient, the same product leaves them, see
+headmux.backends.cutedsl.exponentials.
+
 A GEMM of 128 x 256 tiles, persistent and warp-specialised: one warp brings tiles in by TMA, the weight's by multicast
 where both thread blocks of a cluster need it, and two warpgroups multiply 64 tokens each by WGMMA. A warpgroup reduces
 its logits in registers, row by row, and folds them into a slot of ``partials`` that nobody else uses. A second kernel
@@ -10,10 +13,11 @@ import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as sm90
 from cuda.bindings.driver import CUstream
-from cutlass import Float32, Int32, Int64, pipeline, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from headmux.backends.cutedsl import scalars
+from headmux.backends.cutedsl import exponentials, scalars
+from headmux.backends.cutedsl.exponentials import Exponentials
 from headmux.backends.cutedsl.fold import Fold
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
 
@@ -25,8 +29,13 @@ _THREADS = (1 + _CONSUMERS) * _WARPGROUP
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
 _MERGE_WARPS = 4
 
-SHARED_BYTES = 1024 + _STAGES * (TOKENS + COLUMN) * _DEPTH * 2
-"""Shared memory of a thread block: barriers, and stages of 16-bit tiles."""
+_SHARED_BYTES = 1024 + _STAGES * (TOKENS + COLUMN) * _DEPTH * 2
+_SETTLE_THREADS, _SETTLE_COLUMNS = 128, 8
+
+
+def shared_bytes(keep: bool) -> int:
+    """Shared memory of a thread block: barriers, stages of 16-bit tiles, and exponentials on their way out."""
+    return _SHARED_BYTES + (_CONSUMERS * exponentials.BUFFERS * exponentials.PIECE_BYTES if keep else 0)
 
 
 class Forward:
@@ -38,11 +47,13 @@ class Forward:
         softcap: Bound the logits.
         entropy: Also sum what the entropy needs.
         per_token: The factor of the logits is one per token.
+        keep: Leave exponentials of the logits; in bfloat16, without softcap and entropy.
     """
 
-    def __init__(self, dtype: type, *, bias: bool, softcap: bool, entropy: bool, per_token: bool):
-        self.dtype = dtype
-        self.fold = Fold(bias=bias, softcap=softcap, entropy=entropy, per_token=per_token)
+    def __init__(self, dtype: type, *, bias: bool, softcap: bool, entropy: bool, per_token: bool, keep: bool = False):
+        self.dtype, self.keep = dtype, keep
+        kind = Exponentials if keep else Fold
+        self.fold = kind(bias=bias, softcap=softcap, entropy=entropy, per_token=per_token)
 
     @cute.jit
     def __call__(
@@ -56,6 +67,11 @@ class Forward:
         logp: cute.Tensor,  # [N] fp32
         lse: cute.Tensor,  # [N] fp32
         entropy: cute.Tensor | None,  # [N] fp32
+        held: cute.Tensor | None,  # [V, N], rows of neighbouring elements
+        counts: cute.Tensor | None,  # [N] fp32, 0 for tokens that do not count
+        guess: cute.Tensor | None,  # [N] fp32
+        used: cute.Tensor | None,  # [V tiles, N] fp32
+        found: cute.Tensor | None,  # [3, N] fp32
         inner: Float32,
         factor: Float32,
         ignore: Int64,
@@ -67,13 +83,15 @@ class Forward:
         clusters: Int32,
         stream: CUstream,
     ):
-        """Launch both kernels.
+        """Launch the kernels.
 
         The exponents whose powers of 2 are summed are ``factor * (inner * product + bias)`` or, with a softcap,
         ``factor * (1 - 2 / (1 + 2 ** (inner * product + bias)))``. ``factor`` is above 0.
 
         Results of tokens whose target is ``ignore`` are 0, if ``ignores`` is not; ``logp`` is NaN where a target is out
-        of range.
+        of range. With ``keep`` all targets are in range, ``counts`` tells which do not count, and ``logp`` gets the
+        logits at the targets; ``held`` gets the exponentials of the others and what stands in place of the target's,
+        ``found`` what ``Exponentials.statistics`` says.
         """
         mma = tiled_mma(self.dtype)
         layout_a, layout_b = (_stages(self.dtype, rows) for rows in (TOKENS, COLUMN))
@@ -90,11 +108,16 @@ class Forward:
                 (cpasync.CopyBulkTensorTileG2SMulticastOp(), CLUSTER), (cpasync.CopyBulkTensorTileG2SOp(), 1)
             )
         )
+        layout_e, atom_e, held_tma = None, None, None
+        if const_expr(self.keep):
+            layout_e = exponentials.shared_layout(self.dtype, _CONSUMERS)
+            atom_e, held_tma = exponentials.copies(held, layout_e)
         blocks = cute.ceil_div(states.shape[0], TOKENS) // CLUSTER
         columns = cute.ceil_div(weight.shape[0], COLUMN)
         self.logits(
-            mma, atom_a, states_tma, *shared_b, *own_b, layout_a, layout_b, bias, target, factors, partials, logp,
-            inner, factor, blocks, columns, group, period, last_period, slots,
+            mma, atom_a, states_tma, *shared_b, *own_b, layout_a, layout_b, layout_e, atom_e, held_tma, bias, target,
+            factors, partials, logp, counts, guess, used, inner, factor, blocks, columns, group, period, last_period,
+            slots,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[_THREADS, 1, 1],
@@ -103,13 +126,19 @@ class Forward:
             stream=stream,
         )
         self.merge(
-            partials, target, logp, lse, entropy, ignore, ignores, weight.shape[0], blocks, columns, group, period,
-            last_period, slots, clusters,
+            partials, target, logp, lse, entropy, counts, found, ignore, ignores, weight.shape[0], blocks, columns,
+            group, period, last_period, slots, clusters,
         ).launch(
             grid=[cute.ceil_div(states.shape[0], _MERGE_WARPS), 1, 1],
             block=[_MERGE_WARPS * _WARP, 1, 1],
             stream=stream,
         )
+        if const_expr(self.keep):
+            self.settle(held, target, used, found, columns).launch(
+                grid=[cute.ceil_div(states.shape[0], _SETTLE_THREADS), cute.ceil_div(columns, _SETTLE_COLUMNS), 1],
+                block=[_SETTLE_THREADS, 1, 1],
+                stream=stream,
+            )
 
     @cute.kernel
     def logits(
@@ -123,11 +152,17 @@ class Forward:
         own_weight: cute.Tensor,
         layout_a: cute.ComposedLayout,
         layout_b: cute.ComposedLayout,
+        layout_e: cute.ComposedLayout | None,
+        atom_e: cute.CopyAtom | None,
+        held: cute.Tensor | None,
         bias: cute.Tensor | None,
         target: cute.Tensor,
         factors: cute.Tensor | None,
         partials: cute.Tensor,
         logp: cute.Tensor,
+        counts: cute.Tensor | None,
+        guess: cute.Tensor | None,
+        used: cute.Tensor | None,
         inner: Float32,
         factor: Float32,
         blocks: Int32,
@@ -152,6 +187,8 @@ class Forward:
             cpasync.prefetch_descriptor(atom_a)
             cpasync.prefetch_descriptor(atom_b)
             cpasync.prefetch_descriptor(atom_own_b)
+            if const_expr(self.keep):
+                cpasync.prefetch_descriptor(atom_e)
 
         @cute.struct
         class Shared:
@@ -159,9 +196,16 @@ class Forward:
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
 
-        shared = cutlass.memory.SmemAllocator().allocate(Shared)
+        allocator = cutlass.memory.SmemAllocator()
+        shared = allocator.allocate(Shared)
         shared_a = shared.a.get_tensor(layout_a.outer, swizzle=layout_a.inner)
         shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
+        if const_expr(self.keep):
+            shared_e = allocator.allocate_tensor(
+                self.dtype, layout_e.outer, byte_alignment=1024, swizzle=layout_e.inner
+            )
+            buffers, places = exponentials.partition(atom_e, shared_e, held)
+            address = shared_e.iterator.toint()
         cta_layout = cute.make_layout((1, CLUSTER, 1, 1))
         loads = pipeline.PipelineTmaAsync.create(
             barrier_storage=shared.barriers.data_ptr(),
@@ -238,6 +282,8 @@ class Forward:
                     block * (CLUSTER * TOKENS) + first, slot + first * step + column % again, step, column < again,
                     target, factors, factor, partials,
                 )
+                if const_expr(self.keep):
+                    tops = self.fold.tops(rows, counts, guess)
                 loads.consumer_wait(ready)
                 warpgroup.fence()
                 for i in range_constexpr(_DEPTH // 16):
@@ -261,7 +307,18 @@ class Forward:
                 done.advance()
                 z = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, COLUMN // 8)))
                 if column < columns:
-                    self.fold.fold(z, rows, bias, partials, logp, inner, column * COLUMN, weight.shape[0])
+                    if const_expr(self.keep):
+                        e = self.fold.keep(
+                            z, rows, tops, bias, partials, logp, used, inner, column * COLUMN, weight.shape[0]
+                        )
+                        tokens = block * CLUSTER * _CONSUMERS + consumer
+                        if number < whole:
+                            tokens += rank * _CONSUMERS
+                        self.fold.leave(e, address, atom_e, buffers, places, column, tokens, consumer)
+                    else:
+                        self.fold.fold(z, rows, bias, partials, logp, inner, column * COLUMN, weight.shape[0])
+            if const_expr(self.keep):  # shared memory stays until it has been read
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.kernel
     def merge(
@@ -271,6 +328,8 @@ class Forward:
         logp: cute.Tensor,
         lse: cute.Tensor,
         entropy: cute.Tensor | None,
+        counts: cute.Tensor | None,
+        found: cute.Tensor | None,
         ignore: Int64,
         ignores: Int32,
         vocabulary: Int32,
@@ -289,10 +348,25 @@ class Forward:
             slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, clusters)
             if again > columns:
                 again = columns
-            self.fold.merge(
-                token, slot + token % (CLUSTER * TOKENS) * step, again, vocabulary, partials, target, ignore, ignores,
-                logp, lse, entropy,
-            )
+            slot += token % (CLUSTER * TOKENS) * step
+            if const_expr(self.keep):
+                self.fold.statistics(token, slot, again, partials, counts, logp, lse, found)
+            else:
+                self.fold.merge(
+                    token, slot, again, vocabulary, partials, target, ignore, ignores, logp, lse, entropy
+                )
+
+    @cute.kernel
+    def settle(
+        self, held: cute.Tensor, target: cute.Tensor, used: cute.Tensor, found: cute.Tensor, columns: Int32
+    ):
+        """Exponentials against one m for each token, and what stands at labels, by a thread for some columns each."""
+        token = cute.arch.block_idx()[0] * _SETTLE_THREADS + cute.arch.thread_idx()[0]
+        first = cute.arch.block_idx()[1] * _SETTLE_COLUMNS
+        if token < held.shape[1]:
+            for column in cutlass.range(first, first + _SETTLE_COLUMNS, unroll=1):
+                if column < columns:
+                    self.fold.settle(token, column, held, target, used, found)
 
 
 def tiled_mma(dtype):

@@ -78,3 +78,54 @@ def combine(
         moment2 = moment2 + total2 * larger(down2, Float32(UNDERFLOWN))
         moment = moment * factor + moment2 * factor2
     return most, total * factor + total2 * factor2, moment
+
+
+@cute.jit
+def with_label(top: Float32, others: Float32, stored: Float32, exact: Float32):
+    """Logsumexp in units of log 2, and what makes p - [j = y] of exponentials.
+
+    ``others`` is the sum of all exponentials 2^(x - top) but the label's, ``stored`` the same rounded, as it stands,
+    negative, in place of the label's exponential, ``exact`` the label's x. What is stored becomes exactly p - 1.
+    """
+    peak, share = larger(top, exact), Float32(0.0)
+    if others == 0.0:  # then nothing may be measured against a guess
+        peak = exact
+    else:
+        share = exp2(top - peak)
+    total = share * others + exp2(exact - peak)
+    factor = share / total
+    if stored > 0.0:
+        factor = factor * (others / stored)
+    return peak + cute.math.log2(total), factor
+
+
+@cute.jit
+def peak(z: cute.Tensor, row: cutlass.Constexpr):
+    """The largest logit of a row of four threads' (2, 2, 32) logits."""
+    most = z[0, row, 0]
+    for j in cutlass.range_constexpr(cute.size(z, mode=[2])):
+        for q in cutlass.range_constexpr(2):
+            most = cute.arch.fmax(most, z[q, row, j])
+    for i in cutlass.range_constexpr(2):
+        most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << i))
+    return most
+
+
+@cute.jit
+def pair(x: Float32, y: Float32) -> Int32:
+    """Two numbers in bfloat16, rounded to nearest even, x in the lower half."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[y, x]
+    )
+
+
+@cute.jit
+def stored_at(lane: Int32, warp: Int32) -> Int32:
+    """Where a lane's 16 bytes go, from the start of a piece of [64 classes, 64 tokens], of the first 16 classes.
+
+    Four transposed 8 x 8 matrices are stored at once: tokens 0 to 7 and 8 to 15 of the warp's 16 with classes 0 to 7,
+    then with 8 to 15. A lane tells the place of one class and 8 tokens. Rows are 128 bytes, whose 16-byte parts are
+    swizzled.
+    """
+    row, half, more = lane % 8, lane // 8 % 2, lane // 16
+    return (8 * more + row) * 128 + ((2 * warp + half) ^ row) * 16

@@ -56,15 +56,81 @@ def statistics(
         temperature: Divisor of what comes out, a number or [N].
         entropy: Also return the entropy.
     """
+    found = Statistics(_per_token(input), _per_token(input), _per_token(input) if entropy else None)
+    if input.shape[0]:
+        _launch(
+            input, weight, bias, target, found, None, scale=scale, softcap=softcap, temperature=temperature,
+            ignore_index=ignore_index,
+        )  # fmt: skip
+    return found
+
+
+def exponentials(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    counts: Tensor,
+    held: Tensor,
+    *,
+    scale: float,
+    temperature: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Leave exponentials e of each token's logits, and minus the sum of the others in place of the target's.
+
+    Args:
+        input: As ``statistics`` takes it, bf16.
+        weight: The same.
+        bias: The same.
+        target: [N] int64, each in range.
+        counts: [N] fp32, 0 for tokens that do not count: their exponentials are 0.
+        held: [V, N] bf16, where the exponentials go; rows and their starts at multiples of 16 bytes.
+        scale: Factor of the logits.
+        temperature: Divisor of what comes out, a number or [N].
+
+    Returns:
+        Per token, in fp32, 0 where it does not count: the logsumexp, the logit at the target, and the factor that makes
+        p - [j = target] of what ``held`` has.
+    """
+    tokens, vocabulary = input.shape[0], weight.shape[0]
+    first = slice(0, _GUESS_ROWS)
+    # never above the logsumexp of all classes, and where it is far below the largest logit, m is raised
+    guess = statistics(
+        input, weight[first], None if bias is None else bias[first], target, ignore_index=None, scale=scale,
+        softcap=None, temperature=temperature,
+    ).lse  # fmt: skip
+    found = Statistics(_per_token(input), _per_token(input), None)
+    used = input.new_empty((-(-vocabulary // COLUMN), tokens), dtype=torch.float32)
+    more = input.new_empty((3, tokens), dtype=torch.float32)
+    kept = (held, counts, guess, used, more)
+    _launch(
+        input, weight, bias, target, found, kept, scale=scale, softcap=None, temperature=temperature, ignore_index=None
+    )
+    return found.lse, found.logp, more[2]
+
+
+_GUESS_ROWS = 1024
+
+
+def _per_token(like: Tensor) -> Tensor:
+    return like.new_empty(like.shape[0], dtype=torch.float32)
+
+
+def _launch(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    found: Statistics,
+    kept: tuple[Tensor, ...] | None,
+    *,
+    scale: float,
+    softcap: float | None,
+    temperature: float | Tensor,
+    ignore_index: int | None,
+) -> None:
     tokens, hidden = input.shape
     vocabulary = weight.shape[0]
-
-    def per_token() -> Tensor:
-        return input.new_empty(tokens, dtype=torch.float32)
-
-    found = Statistics(per_token(), per_token(), per_token() if entropy else None)
-    if tokens == 0:
-        return found
     inner, outer = _factors(scale, softcap, bias is not None)
     if bias is not None:
         bias = bias.to(torch.float32).clamp(min=MASKED) * inner
@@ -75,14 +141,16 @@ def statistics(
     factors = outer * _LOG2E / temperature
     one, each = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
     slots, schedule = _schedule(tokens, vocabulary, hidden, input.device.index)
+    entropy = found.entropy is not None
     partials = input.new_empty((3 if entropy else 2, slots), dtype=torch.float32)
-    config = Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None)
+    config = Config(
+        input.dtype, bias is not None, softcap is not None, entropy, each is not None, keep=kept is not None
+    )
     with torch.cuda.device(input.device):
         kernel(config)(
-            _aligned(input), _aligned(weight), bias, target.contiguous(), each, partials, *found, inner, one,
-            ignore_index or 0, int(ignore_index is not None), *schedule,
-        )
-    return found
+            aligned(input), aligned(weight), bias, target.contiguous(), each, partials, *found,
+            *(kept or [None] * 5), inner, one, ignore_index or 0, int(ignore_index is not None), *schedule,
+        )  # fmt: skip
 
 
 def _factors(scale: float, softcap: float | None, bias: bool) -> tuple[float, float]:
@@ -96,7 +164,7 @@ def _factors(scale: float, softcap: float | None, bias: bool) -> tuple[float, fl
     return (scale, 1.0) if bias or scale < 0 else (1.0, scale)
 
 
-def _aligned(rows: Tensor) -> Tensor:
+def aligned(rows: Tensor) -> Tensor:
     """The matrix, or a copy, with rows of neighbouring elements that start at multiples of 16 bytes."""
     step = _ALIGNED // rows.itemsize
     strides = rows.stride()

@@ -18,8 +18,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from headmux.backends.cutedsl import build, scalars
-from headmux.backends.cutedsl.build import Config
+from headmux.backends.cutedsl import build, exponentials, scalars
+from headmux.backends.cutedsl.build import Config, Scaling
 from headmux.backends.cutedsl.forward import tiled_mma
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
 
@@ -92,6 +92,62 @@ def test_combined_statistics(spread: float) -> None:
     p = z.softmax(0)
     entropy = -torch.xlogy(p, p).sum().item()
     assert (math.log2(total) - moment / total) * math.log(2.0) == pytest.approx(entropy, rel=1e-5, abs=1e-5)
+
+
+@cute.jit
+def _with_label(sets: cute.Tensor, out: cute.Tensor):
+    for i in range(sets.shape[0]):
+        lse, factor = scalars.with_label(sets[i, 0], sets[i, 1], sets[i, 2], sets[i, 3])
+        out[i, 0] = lse
+        out[i, 1] = factor
+
+
+def test_exponentials_become_probabilities_and_labels_p_minus_1() -> None:
+    tops, sums, labels = torch.tensor([0.0, -30.0, 900.0]), torch.tensor([1e-6, 0.3, 1.0, 77.7, 1e9]), torch.tensor(
+        [-300.0, -20.0, -1.0, 0.0, 0.4, 15.0, 200.0]
+    )
+    sets = torch.cartesian_prod(tops, sums, labels)
+    sets[:, 2] += sets[:, 0]  # labels from far below to far above
+    alone = torch.tensor([[50.0, 0.0, -200.0], [50.0, 0.0, 60.0]])  # and such beside which nothing is left
+    sets = torch.cat([sets, alone])
+    sets = torch.stack([sets[:, 0], sets[:, 1], sets[:, 1].bfloat16().float(), sets[:, 2]], 1)
+    out = torch.zeros(len(sets), 2)
+    cute.compile(_with_label, from_dlpack(sets), from_dlpack(out))(from_dlpack(sets), from_dlpack(out))
+    top, others, stored, exact = sets.double().unbind(1)
+    lse = torch.logaddexp2(top + others.log2(), exact)
+    torch.testing.assert_close(out[:, 0].double(), lse, rtol=1e-6, atol=1e-5)
+    rest = torch.exp2(top + others.log2() - lse)  # 1 - p
+    torch.testing.assert_close(out[:, 1].double() * stored, rest, rtol=2e-6, atol=1e-37)
+
+
+def test_transposed_matrices_lie_as_the_copy_takes_them() -> None:
+    places: dict[tuple[int, int], int] = {}
+
+    @cute.jit
+    def trace() -> None:
+        layout = exponentials.shared_layout(cutlass.BFloat16, 1)
+        assert str(layout.inner) == "S<3,4,3>"  # of bytes: the lowest three bits of a row change which 16 of its bytes
+        assert cute.cosize(layout.outer) * 2 == exponentials.BUFFERS * exponentials.PIECE_BYTES
+        for row, token in itertools.product(range(exponentials.PIECE), range(exponentials.TOKENS)):
+            place = 2 * int(layout.outer((row, token, 0)))
+            places[row, token] = place ^ (place >> 3 & 0b1110000)
+            assert 2 * int(layout.outer((row, token, 1))) == place + exponentials.PIECE_BYTES
+
+    @cute.jit
+    def stored(lane: Int32, warp: Int32, out: cute.Tensor):
+        out[0] = scalars.stored_at(lane, warp)
+
+    cute.compile(trace, options=f"--gpu-arch {build.ARCHITECTURE}")
+    out = torch.zeros(1, dtype=torch.int32)
+    run = cute.compile(stored, Int32(0), Int32(0), from_dlpack(out))
+    for lane, warp in itertools.product(range(32), range(4)):
+        run(lane, warp, from_dlpack(out))
+        matrix, row = divmod(lane, 8)
+        half, more = matrix % 2, matrix // 2  # registers (rows 8 apart first, then columns 8 apart)
+        for token in range(8):
+            for sixteen in range(exponentials.PIECE // 16):
+                place = places[16 * sixteen + 8 * more + row, 16 * warp + 8 * half + token]
+                assert place == int(out[0]) + 2 * token + 16 * 128 * sixteen
 
 
 def test_accumulators_lie_as_the_epilogue_takes_them() -> None:
@@ -168,9 +224,13 @@ def test_no_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_names_of_entries_tell_configurations_and_sources_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {build._digest(c) for c in (PLAIN, Config(torch.float16), Config(torch.bfloat16, entropy=True))}
+    several = (
+        PLAIN, Config(torch.float16), Config(torch.bfloat16, entropy=True), Config(torch.bfloat16, keep=True),
+        Scaling(torch.bfloat16, True),
+    )
+    names = {build._digest(c) for c in several}
     monkeypatch.setattr(build, "_fingerprint", lambda: "other sources")
-    assert len({*names, build._digest(PLAIN)}) == 4
+    assert len({*names, build._digest(PLAIN)}) == 6
 
 
 def test_nothing_is_built_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,19 +246,22 @@ def test_arguments_are_checked_before_a_launch(cache: Path) -> None:
     rows = [torch.zeros(8) for _ in range(2)]
     with pytest.raises(ValueError, match="expected device_type=cuda"):
         build.kernel(PLAIN)(
-            x, x, None, torch.zeros(8, dtype=torch.int64), None, torch.zeros(2, 8), *rows, None, 1.0, 1.0,
+            x, x, None, torch.zeros(8, dtype=torch.int64), None, torch.zeros(2, 8), *rows, *[None] * 6, 1.0, 1.0,
             0, 0, 1, 1, 1, 1, 1,
         )
 
 
-@pytest.mark.parametrize("config", [PLAIN, Config(torch.float16, True, True, True, True)])
+@pytest.mark.parametrize(
+    "config",
+    [PLAIN, Config(torch.float16, True, True, True, True), Config(torch.bfloat16, True, per_token=True, keep=True)],
+)
 def test_no_kernel_spills(config: Config) -> None:
     compile = pytest.importorskip("headmux.backends.cutedsl.compile")
     try:
         found = {one.kernel: one for one in compile.resources(config)}
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    assert set(found) == {"logits", "merge"}
+    assert set(found) == {"logits", "merge", *(["settle"] if config.keep else [])}
     assert all(one.stack == 0 and one.shared <= compile.MOST_SHARED for one in found.values())
     assert found["logits"].products == 8  # all of the wide kind: four of a first stage, four of the others
     assert found["merge"].products == 0
