@@ -1,12 +1,24 @@
-"""NVIDIA CuTe DSL backend for Hopper: losses and log-probabilities without gradients. Logits are never written."""
+"""NVIDIA CuTe DSL backend for Hopper: losses and log-probabilities. Logits are never written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
 import torch
 
+from headmux.backends.common import flce as common_flce
+from headmux.backends.common import linear_logp as common_linear_logp
 from headmux.backends.cutedsl import flce, linear_logp
-from headmux.contract import Backend, Call, Kernel
-from headmux.requirements import capability, device, dtypes, no_gradients, option
+from headmux.contract import Backend, Call, Kernel, Requirement
+from headmux.requirements import capability, device, dtypes, option
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from headmux.backends.common.labels import Labels
+    from headmux.backends.common.softmax import Softmax
+    from headmux.contract import Upstream
 
 
 def _weight_as_it_is(call: Call) -> str | None:
@@ -19,17 +31,67 @@ def _hidden(call: Call) -> str | None:
     return None if hidden % 8 == 0 and hidden > 0 else f"H={hidden} is not a multiple of 8 above 0"
 
 
-def _no_backward(*_: object) -> tuple[None, ...]:
-    raise NotImplementedError("cutedsl forms no gradients")
+def _gradients(**options: object) -> Requirement:
+    """What calls for gradients must meet: a gradient that is a multiple of p - [j = y] for each token, in bfloat16."""
+    checks = [
+        dtypes(torch.bfloat16),
+        *(option(name, value) for name, value in {"softcap": None, **options}.items()),
+        lambda call: "gradients of bias are not supported" if "bias" in call.needs else None,
+    ]
+
+    def check(call: Call) -> str | None:
+        if not call.needs:
+            return None
+        reasons = [reason for one in checks if (reason := one(call)) is not None]
+        return f"with gradients, {'; '.join(reasons)}" if reasons else None
+
+    return check
+
+
+def _softmax(*args: Any) -> Softmax:
+    from headmux.backends.cutedsl.softmax import CuteSoftmax
+
+    return CuteSoftmax(*args)
+
+
+def _admit(*args: Any) -> tuple[Labels, Tensor]:
+    from headmux.backends.cutedsl.softmax import admit
+
+    return admit(*args)
+
+
+def _scale(
+    gradients: tuple[Tensor | None, ...], needs: tuple[bool, ...], upstream: Upstream
+) -> tuple[Tensor | None, ...]:
+    from headmux.backends.cutedsl.launch import scaled
+
+    return scaled(gradients, needs, upstream)
+
+
+def _kernel(forward: Callable[[Any], Any], full: Kernel, *requires: Requirement) -> Kernel:
+    """Calls without gradients go to ``forward``, which keeps nothing."""
+    return Kernel(
+        lambda args: full.forward(args) if any(args.needs) else forward(args),
+        full.backward,
+        (*full.requires, *requires),
+    )
 
 
 backend = Backend(
     "cutedsl",
     kernels={
-        "flce": Kernel(
-            flce.forward, _no_backward, (option("label_smoothing", 0.0), option("return_predicted", False))
+        "flce": _kernel(
+            flce.forward,
+            common_flce.kernel(_softmax, admit=_admit, scale=_scale),
+            option("label_smoothing", 0.0),
+            option("return_predicted", False),
+            _gradients(lse_square_scale=0.0),
         ),
-        "linear_logp": Kernel(linear_logp.forward, _no_backward),
+        "linear_logp": _kernel(
+            linear_logp.forward,
+            common_linear_logp.kernel(_softmax, admit=_admit),
+            _gradients(return_entropy=False, return_lse=False),
+        ),
     },
     requires=(
         device("cuda"),
@@ -37,7 +99,6 @@ backend = Backend(
         dtypes(torch.bfloat16, torch.float16),
         _weight_as_it_is,
         _hidden,
-        no_gradients(),
     ),
     imports=("cutlass", "tvm_ffi", "cuda.bindings"),
 )

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from headmux import get_op, registry
 from headmux.backends.common.head import MASKED
-from headmux.backends.cutedsl import flce, linear_logp, statistics
+from headmux.backends.common.residual import scaled
+from headmux.backends.cutedsl import flce, launch, linear_logp, softmax, statistics
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
+from headmux.contract import Upstream
 
 HOPPER = (torch.device("cuda", 0), (9, 0))
 SIZES = {"N": 4096, "H": 4096, "V": 128256}
@@ -37,6 +39,9 @@ def reasons(op: str = "linear_logp", sizes: dict[str, int] | None = None, **fact
         ("flce", {"lse_square_scale": 1e-4, "return_z_loss": True, "use_token_scaling": True}),
         ("flce", {"tensors": ("bias", "ce_weight", "token_weight"), "softcap": 30.0, "reduction": "none"}),
         ("flce", {"sizes": {"N": 1, "H": 8, "V": 1}}),
+        ("flce", {"needs": None, "tensors": ("ce_weight", "token_weight"), "use_token_scaling": True}),
+        ("flce", {"needs": ("input",), "tensors": ("bias",), "logit_scale": -0.5, "reduction": "sum"}),
+        ("linear_logp", {"needs": ("weight",), "tensors": ("temperature",), "ignore_index": -100}),
     ],
 )
 def test_takes(op: str, facts: dict[str, Any]) -> None:
@@ -46,7 +51,18 @@ def test_takes(op: str, facts: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("op", "facts", "reason"),
     [
-        ("flce", {"needs": None}, "gradients of input, weight are not supported"),
+        ("flce", {"needs": None, "tensors": ("bias",)}, "with gradients, gradients of bias are not supported"),
+        (
+            "flce",
+            {"needs": None, "dtype": torch.float16},
+            "with gradients, compute dtype torch.float16 is not one of torch.bfloat16",
+        ),
+        (
+            "flce",
+            {"needs": None, "lse_square_scale": 0.1, "softcap": 5.0},
+            "with gradients, softcap=5.0 is not one of None; lse_square_scale=0.1 is not one of 0.0",
+        ),
+        ("linear_logp", {"needs": None, "return_lse": True}, "with gradients, return_lse=True is not one of False"),
         ("flce", {"label_smoothing": 0.1}, "label_smoothing=0.1 is not one of 0.0"),
         ("flce", {"return_token_accuracy": True}, "return_predicted=True is not one of False"),
         ("flce", {"dtype": torch.float32}, "compute dtype torch.float32 is not one of torch.bfloat16, torch.float16"),
@@ -151,7 +167,7 @@ def test_rows_for_tma(make: str) -> None:
         "narrow": base.as_strided((8, 16), (20, 1)),
         "repeated": base[:16].expand(8, 16),
     }[make]
-    found = statistics._aligned(rows)
+    found = statistics.aligned(rows)
     assert torch.equal(found, rows)
     assert (found is rows) == (make in ("whole", "strided"))
     assert found.stride(1) == 1
@@ -216,3 +232,84 @@ def test_adapters(op: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPa
         assert (found is None) == (right is None)
         if found is not None and right is not None:
             torch.testing.assert_close(found, right, equal_nan=True)
+
+
+def _exponentials(
+    input: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, counts: Tensor, held: Tensor, *, scale: float,
+    temperature: float | Tensor = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What the kernels leave, from whole logits."""
+    z = input.float() @ weight.float().T
+    if bias is not None:
+        z = z + bias.float().clamp(min=MASKED)
+    z = z * scale / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    at = target[:, None]
+    logit, lse = z.gather(1, at)[:, 0], z.logsumexp(1)
+    e = torch.exp(z - z[:, :20].logsumexp(1, keepdim=True))
+    others = e.scatter(1, at, 0.0).sum(1)
+    e = torch.where(counts[:, None] == 0, 0.0, e.scatter(1, at, -others[:, None]))
+    held.copy_(e.T)
+    factors = -torch.expm1(logit - lse) / others.bfloat16().float()
+    return tuple(torch.where(counts == 0, 0.0, rows) for rows in (lse, logit, factors))  # type: ignore[return-value]
+
+
+def _scaled(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
+    found = torch.where(factors[:, None] == 0, 0.0, states * factors[:, None])
+    return (torch.empty_like(states) if out is None else out).copy_(found)
+
+
+@pytest.mark.parametrize("tokens", [9, 40])  # fewer than H, and more
+@pytest.mark.parametrize("needs", [(True, True, False), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("linear_logp", {"ignore_index": -100, "temperature": "each", "bias": True}),
+        ("linear_logp", {"logit_scale": -0.5, "temperature": 0.7}),
+        ("flce", {"ce_weight": True, "use_token_scaling": True}),
+        ("flce", {"bias": True, "reduction": "none"}),
+        ("flce", {"accum_dtype": None}),
+    ],
+)
+def test_gradients(
+    op: str, options: dict[str, Any], needs: tuple[bool, ...], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(softmax, "statistics", plain)
+    monkeypatch.setattr(softmax, "exponentials", _exponentials)
+    monkeypatch.setattr(softmax.CuteSoftmax, "scale_rows", staticmethod(_scaled))
+    monkeypatch.setattr(launch, "scaled", scaled)
+    made = torch.Generator().manual_seed(0)
+    weight = torch.randn(50, 16, generator=made).bfloat16()
+    input = torch.randn(tokens, 16, generator=made).bfloat16()
+    target = torch.randint(0, 50, (tokens,), generator=made)
+    options = dict(options)
+    if op == "flce" or "ignore_index" in options:
+        target[2] = -100
+        input[2] = torch.nan
+    if options.get("temperature") == "each":
+        options["temperature"] = torch.rand(tokens, generator=made) + 0.5
+    for name in ("bias", "ce_weight"):
+        if name in options:
+            options[name] = torch.rand(50, generator=made)
+    called = get_op(op)
+    args = dataclasses.replace(called.request(input, weight, target, **options).args, needs=needs)
+    kernel = registry.get_backend("cutedsl").kernels[op]
+    outputs, residual = kernel.forward(args)
+    wide = dataclasses.replace(
+        args, input=input.nan_to_num().float().requires_grad_(), weight=weight.float().requires_grad_()
+    )
+    expected = called.rows(wide)
+    torch.testing.assert_close(outputs[0], expected[0].detach())
+    whole = getattr(args, "row_scale", None) is not None
+    by = args.row_scale if whole else torch.randn(tokens, generator=made)
+    by = torch.where(target == -100, 0.0, by)
+    upstream = Upstream((by * 3, *[None] * (len(outputs) - 1)), torch.tensor(3.0) if whole else None)
+    found = kernel.backward(args, residual, upstream)
+    right = torch.autograd.grad(expected[0], (wide.input, wide.weight), by * 3)
+    assert found[2] is None
+    for need, one, other in zip(needs, found, right, strict=False):
+        assert (one is not None) == need
+        if one is not None:
+            assert one.dtype == torch.bfloat16
+            torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
+    if found[0] is not None:
+        assert torch.equal(found[0][target == -100], torch.zeros(int((target == -100).sum()), 16).bfloat16())

@@ -1,0 +1,75 @@
+"""Softmax over the vocabulary whose exponentials the product itself leaves: logits are never written, read or rounded.
+
+It knows gradients that are a multiple of p - [j = y] for each token, no others: ``Wanted.proportional``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from headmux.backends.common.budget import MIB
+from headmux.backends.common.labels import Labels
+from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
+from headmux.backends.cutedsl.launch import scale_rows
+from headmux.backends.cutedsl.statistics import aligned, exponentials, statistics
+
+
+def admit(
+    states: Tensor, target: Tensor, ignore_index: int | None, classes: int, dtype: torch.dtype
+) -> tuple[Labels, Tensor]:
+    """Labels, and the states as they are: kernels pass over what does not count."""
+    return Labels.of(target, ignore_index, classes, dtype), states
+
+
+class CuteSoftmax(Softmax):
+    """Exponentials from one product."""
+
+    scale_rows = staticmethod(scale_rows)
+
+    def prepare(self) -> None:
+        """Keep exponentials; nothing of their size is held beside."""
+        head = self.head
+        self.head = replace(
+            head,
+            input=aligned(head.input.to(head.dtype)),
+            weight=aligned(head.weight),
+            counts=None if self.labels.valid is None else self.labels.counts,
+        )
+        self.held_dtype = self.block_dtype = head.dtype
+        self.copies = 1
+        # blocks of grad_weight as few as 64 MiB allow, with scaled states and tables beside
+        states = head.input.numel() * self.held_dtype.itemsize
+        self.block_bytes = min(32 * MIB, max(16 * MIB, 48 * MIB - states))
+
+    def statistics(self, first: int = 0) -> Statistics | None:
+        """From a product that leaves nothing."""
+        if first >= self.tokens:
+            return None
+        tokens = slice(first, self.tokens)
+        labels = self.labels[tokens]
+        target = labels.masked(labels.index, -1)
+        found = statistics(
+            self.head.input[tokens], self.head.weight, self.head.bias, target, ignore_index=-1, scale=self.head.scale,
+            softcap=None, temperature=self.head.divisor(tokens),
+        )  # fmt: skip
+        return Statistics(found.lse, found.logp + found.lse, None, None, None)
+
+    def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Tensor]:
+        """One product, and its state: [n] what makes p - [j = y] of the exponentials."""
+        assert held is not None
+        assert self.wanted.proportional
+        labels = self.labels[tokens]
+        lse, logit, factors = exponentials(
+            self.head.input[tokens], self.head.weight, self.head.bias, labels.index, labels.counts, held,
+            scale=self.head.scale, temperature=self.head.divisor(tokens),
+        )  # fmt: skip
+        return Statistics(lse, logit, None, None, None), factors
+
+    def to_gradient(
+        self, held: Tensor, state: Tensor, statistics: Statistics, tokens: slice, by: Coefficients
+    ) -> Tensor | None:
+        """Nothing is left to do but to scale them."""
+        return (state * by.softmax * self.head.chain(tokens)).to(torch.float32)
