@@ -6,7 +6,8 @@ memory, where they are transposed, into E [V, N].
 
 m is a token's guess, found from some classes before, unless a tile's logits lie so far above that their sum would not
 stay small: then it is raised to the largest of them, for this tile and for those that follow in its slot. ``used`` [V
-tiles, N] tells which m a tile used, and ``settle`` brings all to the largest.
+tiles, N] tells which m a tile used, and ``settle`` brings all to the largest. m / log 2 is an integer, so that this
+rounds nothing.
 """
 
 import math
@@ -50,7 +51,7 @@ class Exponentials(Fold):
             top, counts_here = Float32(0.0), Int32(0)
             if row.there:
                 counts_here = Int32(1)
-                top = guess[row.token] * _LOG2E
+                top = cute.math.ceil(guess[row.token] * _LOG2E)
                 if counts[row.token] == 0.0:  # NaN, too, counts
                     counts_here, top = Int32(0), Float32(0.0)
             before = cute.arch.shuffle_sync(row.top, offset=cute.arch.lane_idx() // 4 * 4)
@@ -98,7 +99,7 @@ class Exponentials(Fold):
         top, top2 = tops[0], tops[1]
         total, total2 = self._powers(z, scales, top, top2, found)
         if cute.arch.vote_any_sync(total > _MOST or total2 > _MOST):
-            peaks = [scalars.peak(z, r) * scales[r] for r in range(2)]
+            peaks = [cute.math.ceil(scalars.peak(z, r) * scales[r]) for r in range(2)]
             if total > _MOST:
                 top = peaks[0]
             if total2 > _MOST:

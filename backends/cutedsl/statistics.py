@@ -84,7 +84,8 @@ def exponentials(
         bias: The same.
         target: [N] int64, each in range.
         counts: [N] fp32, 0 for tokens that do not count: their exponentials are 0.
-        held: [V, N] bf16, where the exponentials go; rows and their starts at multiples of 16 bytes.
+        held: [V, N] bf16, where the exponentials go; rows start at multiples of 16 bytes, and what lies between a row's
+            end and the next such multiple is written too.
         scale: Factor of the logits.
         temperature: Divisor of what comes out, a number or [N].
 
