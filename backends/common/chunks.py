@@ -1,8 +1,9 @@
 """Where the logits' gradient of each token is held until it enters the gradients, and in which order.
 
 As many tokens as fit are held inside the storage of grad_weight (headmux.backends.common.storage), the others in one
-buffer, a chunk after another. The first of those chunks enters grad_weight together with what lies inside, block by
-block, so that its sum finds a block just written in the cache; each further chunk reads and writes all of grad_weight.
+buffer, a chunk after another. Each chunk in the buffer reads and writes all of grad_weight in one large product. Only
+where the sum is to be rounded once does the first of them enter together with what lies inside, block by block: such
+small products cost more than the pass that they save.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Chunks:
         ready = []
         for tokens, place in (*places, *self.outside(self.inside)):
             ready.append(Chunk(tokens, place, fill(tokens, place)))
-            if place is held and tokens.stop < self._tokens:
+            if self._once and place is held and tokens.stop < self._tokens:
                 continue
             sums.add(ready, inside=ready[0].gradient is held, once=self._once)
             ready = []

@@ -15,7 +15,7 @@ from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan
 from headmux.backends.common.softmax import Statistics, Wanted
 from headmux.backends.triton import kernels
-from headmux.backends.triton.tuning import INTERPRETED, MOST_REGISTERS, Cut, tuning
+from headmux.backends.triton.tuning import INTERPRETED, MOST_REGISTERS, Cut, cdiv, next_power_of_2, tuning
 from headmux.contract import Upstream
 
 # fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
@@ -44,9 +44,9 @@ def admit(
     count, target = target.shape[0], target.contiguous()
     index, counts = torch.empty_like(target), torch.empty(count, dtype=dtype, device=target.device)
     valid = None if ignore_index is None else torch.empty(count, dtype=torch.bool, device=target.device)
-    width = triton.next_power_of_2(count) if INTERPRETED else 256
+    width = next_power_of_2(count) if INTERPRETED else 256
     with on_device(target.device):
-        kernels.sort_labels[(triton.cdiv(count, width),)](
+        kernels.sort_labels[(cdiv(count, width),)](
             target, ignore_index, count, classes, index, valid, counts, BN=width, num_warps=4
         )
     return Labels(index, valid, counts), states
@@ -57,9 +57,9 @@ def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Te
     count, hidden = states.shape
     out = states.new_empty(count, hidden) if out is None else out
     width, height = (count, hidden) if INTERPRETED else (4, 1024)
-    width, height = triton.next_power_of_2(width), triton.next_power_of_2(min(height, hidden))
+    width, height = next_power_of_2(width), next_power_of_2(min(height, hidden))
     with on_device(states.device):
-        kernels.scale_rows[(triton.cdiv(count, width), triton.cdiv(hidden, height))](
+        kernels.scale_rows[(cdiv(count, width), cdiv(hidden, height))](
             states, states.stride(0), states.stride(1), factors, count, hidden, out, BN=width, BH=height, num_warps=4
         )
     return out
@@ -166,7 +166,7 @@ def _combine(
     count = raw.shape[1]
     index, valid = (None, None) if labels is None else (labels.index, labels.valid)
     width, height = (cut.width, 2) if INTERPRETED else (16, 128)
-    kernels.combine[(triton.cdiv(count, width),)](
+    kernels.combine[(cdiv(count, width),)](
         partials, cut.parts, count, raw, raw.stride(0), index, valid, dots, t.bias, t.divisors, weights,
         unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, **flags, BP=height, BN=width, num_warps=4,
     )  # fmt: skip
@@ -178,9 +178,9 @@ def dots_at_labels(head: Head, labels: Tensor, tokens: slice) -> Tensor:
     count, hidden = x.shape
     out = torch.empty(count, dtype=torch.float32, device=x.device)
     dtype = triton.language.dtype(_TRITON[head.dtype])
-    width, height = (64, triton.next_power_of_2(hidden)) if INTERPRETED else (4, 512)
+    width, height = (64, next_power_of_2(hidden)) if INTERPRETED else (4, 512)
     with on_device(x.device):
-        kernels.dots_at_labels[(triton.cdiv(count, width),)](
+        kernels.dots_at_labels[(cdiv(count, width),)](
             x, x.stride(0), x.stride(1), w, w.stride(0), w.stride(1), labels, count, hidden, out,
             DTYPE=dtype, BN=width, BH=height, num_warps=4,
         )  # fmt: skip
@@ -197,6 +197,6 @@ def scaled(
     with on_device(scalar.device):
         for g in wanted:
             if g is not None:
-                programs = min(1056, triton.cdiv(g.numel(), 4096))
+                programs = min(1056, cdiv(g.numel(), 4096))
                 kernels.scale_in_place[(programs,)](g, g.numel(), scalar, programs, B=4096, num_warps=8)
     return wanted

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 import triton
@@ -12,6 +12,17 @@ from torch import Tensor
 INTERPRETED: bool = triton.knobs.runtime.interpret
 # told no bound, ptxas spills a few bytes to fit one more program on a multiprocessor
 MOST_REGISTERS = 232
+
+
+# Triton's own are made for use in kernels too, and cost a call's host ten times as much
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of 2 that is not below n, for n of 1 or more."""
+    return 1 << (n - 1).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +43,18 @@ class Tile:
 
     def cut(self, raw: Tensor) -> Cut:
         """The tiles of logits [V, n]."""
-        vocabulary, tokens = raw.shape
-        most = self.tokens // 2 if raw.dtype == torch.float32 else self.tokens
-        width = min(most, max(16, triton.next_power_of_2(tokens)))
-        height = min(self.classes, triton.next_power_of_2(vocabulary))
-        columns = triton.cdiv(tokens, width)
-        parts = max(1, min(self.programs // columns, triton.cdiv(vocabulary, 4 * height)))
-        rows = triton.cdiv(triton.cdiv(vocabulary, parts), height) * height
-        parts = triton.cdiv(vocabulary, rows)
-        return Cut(height, width, rows, parts, columns * parts, vocabulary % height == 0, self.warps)
+        return _cut(self, *raw.shape, raw.dtype == torch.float32)
+
+
+@lru_cache(maxsize=1024)
+def _cut(tile: Tile, vocabulary: int, tokens: int, wide: bool) -> Cut:
+    width = min(tile.tokens // 2 if wide else tile.tokens, max(16, next_power_of_2(tokens)))
+    height = min(tile.classes, next_power_of_2(vocabulary))
+    columns = cdiv(tokens, width)
+    parts = max(1, min(tile.programs // columns, cdiv(vocabulary, 4 * height)))
+    rows = cdiv(cdiv(vocabulary, parts), height) * height
+    parts = cdiv(vocabulary, rows)
+    return Cut(height, width, rows, parts, columns * parts, vocabulary % height == 0, tile.warps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton i
 
 OPTIONAL = {
     "sort_labels": {"ignored", "valid_out"},
-    "look": {"bias", "divisors", "weights", "softcap"},
+    "look": {"labels", "bias", "divisors", "weights", "softcap"},
     "exponentiate": {"valid", "bias", "divisors"},
     "combine": {"labels", "valid", "dots", "bias", "divisors", "weights", "softcap", "best_out"},
     "to_gradient": {"valid", "bias", "divisors", "weights", "softcap", "entropy", "smoothing"},
