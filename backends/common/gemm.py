@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.plan import pieces
+from headmux.backends.common.storage import blocks
 from headmux.devices import capability
 
 
@@ -90,15 +91,16 @@ def accumulate(
         dtype: dtype of the GEMM's operands.
         first: Overwrite: the sum's old values are not read.
         rows: Rows of a block, where the product is formed in blocks.
-        inside: The first left lies in the storage of ``total`` as ``storage.workspace`` lays it out for these rows.
+        inside: The first left lies in the storage of ``total`` as ``storage.workspace`` lays it out.
         once: Round a sum of several products once, from fp32, where ``total`` has 16 bits.
     """
     wide = wide_dtype(dtype)
     staged = way(dtype, total.dtype, total.device) is Way.STAGED
     staged = staged or (once and len(pairs) > 1 and total.dtype != wide)
     rights = [operand(right, dtype) for _, right in pairs]
-    whole = not (staged or inside) and all(left.dtype == dtype for left, _ in pairs)
-    for block in pieces(total.shape[0], total.shape[0] if whole else rows):
+    most = None if not staged and all(left.dtype == dtype for left, _ in pairs) else rows
+    cut = blocks(total, pairs[0][0], most) if inside else pieces(total.shape[0], most or total.shape[0])
+    for block in cut:
         out = total[block]
         into = out.new_empty(out.shape, dtype=wide) if staged else out
         for i, ((left, _), right) in enumerate(zip(pairs, rights, strict=True)):

@@ -2,25 +2,28 @@
 
 grad_weight has V * H elements and nobody reads it before the end, so the logits of up to H tokens fit into its storage,
 token index last: S [V, n], row by row. The gradient is formed from them block by block of vocabulary rows, each block
-one matrix product over all tokens, written where logits lie that have been used already. For that S lies at the end of
-the storage, and the storage is longer than the gradient by one block of S:
+one matrix product over all tokens, written where no logits lie that are still to be read. For that S lies at the end of
+the storage, and the storage is a little longer than the gradient:
 
     storage   |0 ............................... V*H|......|
     gradient  |row 0|row 1| ...             |row V-1|
     S                   |row 0|row 1| ...                  |
 
-So no logits memory is needed but that block, nothing is copied aside, and all tokens add up inside one product.
+So no logits memory is needed but that excess, nothing is copied aside, and all tokens add up inside one product. The
+first block is as large as what lies before S, the share 1 - n / H of the vocabulary; each later one is n / H times as
+large as the one before, but never smaller than the excess.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from headmux.backends.common.plan import pieces
-
 _ALIGNED = 16  # elements: 32 bytes of a 16-bit dtype, and what Triton's vector loads ask of a stride
 _BYTES = 128
+_ROWS = 256  # of a tile of a matrix product
 
 
 def capacity(total_dtype: torch.dtype, hidden: int, held: torch.dtype) -> int:
@@ -31,10 +34,7 @@ def capacity(total_dtype: torch.dtype, hidden: int, held: torch.dtype) -> int:
 def workspace(
     like: Tensor, shape: tuple[int, int], dtype: torch.dtype, tokens: int, held: torch.dtype, rows: int
 ) -> tuple[Tensor, Tensor]:
-    """An uninitialised [V, H] tensor, and a [V, tokens] one of dtype ``held`` in its storage.
-
-    Rows [i, i + rows) of the first may be written once rows before i + rows of the second have been read, for i =
-    0, rows, 2 * rows, ... in this order.
+    """An uninitialised [V, H] tensor, and a [V, tokens] one of dtype ``held`` in its storage, which ``blocks`` cuts.
 
     Args:
         like: A tensor on the device.
@@ -42,7 +42,7 @@ def workspace(
         dtype: dtype of the first.
         tokens: At most ``capacity`` of them.
         held: dtype of the second.
-        rows: Rows of a block.
+        rows: How many rows of the second the storage is longer than the first.
 
     Raises:
         ValueError: More tokens than fit.
@@ -53,7 +53,7 @@ def workspace(
         raise ValueError(f"{tokens} tokens of {held} do not fit in rows of {hidden} {dtype}")
     stride = min(padded(tokens), room)
     wide, narrow = hidden * dtype.itemsize, stride * held.itemsize
-    start = max((b.stop * wide - b.start * narrow for b in pieces(vocabulary, rows)), default=0)
+    start = vocabulary * (wide - narrow) + max(min(rows, vocabulary) * narrow, wide)
     start = -(-start // _BYTES) * _BYTES
     end = max(vocabulary * wide, start + vocabulary * narrow)
     storage = like.new_empty(-(-end // _BYTES) * _BYTES // dtype.itemsize, dtype=dtype)
@@ -61,6 +61,23 @@ def workspace(
     # not a view of the storage: autograd would treat it as one
     total = storage.new_empty(0).set_(storage.untyped_storage(), 0, (vocabulary, hidden), (hidden, 1))
     return total, inside
+
+
+def blocks(total: Tensor, inside: Tensor, most: int | None = None) -> Iterator[slice]:
+    """Blocks of rows, in the order in which they may be written to the first tensor of ``workspace`` once the same rows
+    of the second have been read: as few as can be, or of at most so many rows.
+    """
+    vocabulary = total.shape[0]
+    wide, narrow = total.stride(0) * total.itemsize, inside.stride(0) * inside.itemsize
+    start = inside.storage_offset() * inside.itemsize
+    low = 0
+    while low < vocabulary:
+        high = (start + low * narrow) // wide
+        if high < vocabulary and high - low > _ROWS:
+            high -= (high - low) % _ROWS
+        high = min(high, vocabulary, vocabulary if most is None else low + most)
+        yield slice(low, high)
+        low = high
 
 
 def padded(columns: int) -> int:

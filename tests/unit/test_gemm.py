@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmux.backends.common import gemm
 from headmux.backends.common.gemm import Way, accumulate, is_native, operand, product, way, wide_dtype
-from headmux.backends.common.storage import capacity, workspace
+from headmux.backends.common.storage import blocks, capacity, workspace
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -257,10 +257,38 @@ def test_storage_holds_as_many_tokens_as_fit(total_dtype: torch.dtype, held_dtyp
         assert inside.shape == (R, tokens)
         assert inside.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
         extra = total.untyped_storage().nbytes() - R * hidden * total_dtype.itemsize
-        assert extra <= rows * (tokens + 16) * held_dtype.itemsize + 256
+        assert extra <= max(rows * (tokens + 16) * held_dtype.itemsize, hidden * total_dtype.itemsize) + 256
         inside.fill_(1.0)  # lies within the storage
     with pytest.raises(ValueError, match=f"{most + 1} tokens of {held_dtype} do not fit in rows of {hidden}"):
         workspace(like, (R, hidden), total_dtype, most + 1, held_dtype, ROWS)
+
+
+@pytest.mark.parametrize("most", [None, 7])
+@pytest.mark.parametrize("rows", [1, 100, 3000])
+@pytest.mark.parametrize("share", [0.01, 0.25, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("total_dtype", [F32, BF16])
+def test_blocks_are_few_and_never_reach_rows_still_to_be_read(
+    total_dtype: torch.dtype, share: float, rows: int, most: int | None
+) -> None:
+    vocabulary, hidden = 3001, 64
+    tokens = max(1, int(share * capacity(total_dtype, hidden, BF16)))
+    total, inside = workspace(torch.zeros(1), (vocabulary, hidden), total_dtype, tokens, BF16, rows)
+    begin, narrow = inside.storage_offset() * 2, inside.stride(0) * 2
+    end, count = 0, 0
+    for block in blocks(total, inside, most):
+        assert block.start == end < block.stop
+        assert block.stop * hidden * total.itemsize <= begin + block.start * narrow
+        assert most is None or block.stop - block.start <= most
+        end, count = block.stop, count + 1
+    assert end == vocabulary
+    if most is None:
+        at_least = max(1, rows * narrow // (hidden * total.itemsize))  # rows, by the excess alone
+        assert count <= 1 + -(-vocabulary // at_least)
+
+
+def test_blocks_shrink_with_the_share_of_tokens() -> None:
+    total, inside = workspace(torch.zeros(1), (128256, 64), BF16, 16, BF16, 8192)
+    assert [b.stop - b.start for b in blocks(total, inside)] == [98048, 24576, 5632]
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 20, 24])
