@@ -1,4 +1,4 @@
-"""``python -m headmux.bench flce|jsd|linear_logp|selection|host|compare|report|plot``; see ``--help``."""
+"""``python -m headmux.bench flce|jsd|linear_logp|kernels|selection|host|compare|report|plot``; see ``--help``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from headmux.bench import compare, host, report
+from headmux.bench import compare, host, kernels, report
 from headmux.bench.providers import masked_environment, providers
 from headmux.bench.records import Results, header
 from headmux.bench.runner import Case, DeviceLost, run
@@ -65,6 +65,15 @@ def _parser() -> argparse.ArgumentParser:
                              help="on a CPU, also the peak resident memory in a fresh process for each provider")
         _outputs(command)
         command.add_argument("--plot", type=Path, metavar="DIR", help="draw pictures into this folder")
+    command = commands.add_parser("kernels", help="bytes and bandwidth of the triton backend's own kernels")
+    command.set_defaults(run=_kernels)
+    command.add_argument("--shape", action="append", default=[], metavar="N,H,V", nargs="+",
+                         help=f"sizes; may be repeated; default {' and '.join(map(str, kernels.GPU_SHAPES))} on a GPU")
+    command.add_argument("--dtype", default="bfloat16", help="comma list of bfloat16, float16, float32; default "
+                                                             "%(default)s")
+    command.add_argument("--device", help="default cuda if there is one, else cpu, where Triton has to interpret")
+    command.add_argument("--seconds", type=float, default=10.0, help="most time for the rounds of one shape")
+    _outputs(command)
     for name, run_it, text in (
         ("selection", _selection, "host time of selection and of a tiny call"),
         ("host", _host, "host time of a warm call of every provider"),
@@ -166,6 +175,22 @@ def _measure(options: argparse.Namespace, words: list[str]) -> int:
         for path in plots.draw(plots.sheets(results.records), results.header, options.plot):
             print(path)
     return status or (0 if any(r.ms is not None for r in results.records) else 1)
+
+
+def _kernels(options: argparse.Namespace, words: list[str]) -> int:
+    device = _device(options.device)
+    shapes = [Shape.parse(text) for text in _flat(options.shape)]
+    if capped := [s for s in shapes if s.softcap is not None]:
+        raise ValueError(f"--shape {capped[0]}: kernels are measured without a softcap")
+    results = Results(header(device, words), options.json)
+    results.header["clock"] = "events" if device.type == "cuda" else time.perf_counter.__name__
+    default = kernels.GPU_SHAPES if device.type == "cuda" else (kernels.TINY,)
+    failed = kernels.run(shapes or default, _dtypes(options.dtype), device, results, seconds=options.seconds)
+    if not options.quiet:
+        print(report.tables(results), end="")
+    for line in failed:
+        print(f"headmux.bench: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _selection(options: argparse.Namespace, words: list[str]) -> int:

@@ -11,7 +11,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,16 @@ MOST_STRIDE = 5
 FLOOR = "floor"
 _CUDA: Any = torch.cuda  # whose classes have no types
 
-Step = Callable[[], "Tensor | None"]
+Step = Callable[[], object]
+
+
+class Inputs(Protocol):
+    """What steps work on."""
+
+    device: torch.device
+
+    def clear(self) -> None:
+        """Undo what a step has left."""
 
 
 def step(p: Problem, forward: Forward) -> Callable[[], Tensor]:
@@ -97,21 +106,21 @@ class _Round:
 
 
 def rounds(
-    p: Problem,
+    p: Inputs,
     steps: dict[str, Step],
     seconds: float,
     *,
     clock: Callable[[], float] = time.perf_counter,
     tick: Callable[[float], object] = lambda share: None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Time steps in rounds, in random order, gradients None at entry.
+    """Time steps in rounds, in random order, inputs cleared at entry: for an op, gradients None.
 
     A warm-up of whole rounds lasts half a second at least. Then rounds follow until there are 30 and two seconds have
     gone, or until the time is up and every step has three samples. A step of more than twice the floor's time takes
     part in every second to fifth round only, in proportion: slow peers leave the time to those whose order is in doubt.
 
     Args:
-        p: The problem whose gradients are cleared.
+        p: The problem, cleared outside of the time.
         steps: Name to step.
         seconds: Time for all rounds.
         clock: Seconds, off a GPU; ``time.process_time`` leaves out what other processes take on a busy machine.

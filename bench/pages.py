@@ -38,6 +38,18 @@ How to read it:
   half of the tokens ignored; *trained* has data like those of a trained model. `jsd` has beta {BETA:g}.
 """
 
+_KERNELS = f"""\
+What the `triton` backend does between matrix products is bound by memory. Each row is one pass over logits [V, N] or
+states [N, H], from `python -m headmux.bench kernels`, with the small launches that belong to it; **MB** are those
+of logits and states that it has to read and write, and nothing else. **share** is its rate over that of a device copy
+that moves as many bytes, in the same rounds.
+
+- *look* reads logits for the statistics, *exponentiate* leaves exponentials in their place, its look at the first
+  classes and the settling at the labels included, *to_gradient* the gradient; *scale_rows* scales hidden states.
+- `jsd` (beta {BETA:g}) reads fp32 logits: *look_fp32* for the statistics, *diverge_sums* those of both models for the
+  loss, *diverge_gradient* once more for the gradient.
+"""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -70,9 +82,11 @@ def load(folder: Path) -> list[Source]:
 
 
 def _devices(sources: Iterable[Source]) -> dict[str, list[Source]]:
+    """The files with records of providers, by device."""
     found: dict[str, list[Source]] = {}
     for source in sources:
-        found.setdefault(source.device, []).append(source)
+        if source.results.records:
+            found.setdefault(source.device, []).append(source)
     return found
 
 
@@ -202,6 +216,7 @@ def page(sources: Sequence[Source], results: str = "../bench/results", images: s
             lines += [_picture(sheet, images), ""]
         for source in reversed(mine):
             lines += _section(source, results)
+    lines += _kernels([source for source in sources if source.results.kernels], results)
     lines.append(f"<!-- pictures drawn from {digest(sources)} -->")
     return "\n".join(lines) + "\n"
 
@@ -211,9 +226,22 @@ def _where_ahead(records: Sequence[Record]) -> list[str]:
     return [f"- {report.title(first)}: {words}." for first, words in said if words is not None]
 
 
+def _kernels(sources: Sequence[Source], results: str) -> list[str]:
+    lines = ["## Kernels between the products", "", _KERNELS] if sources else []
+    for source in sources:
+        lines += _origin(source, results)
+        for heading, rows in report.kernel_tables(source.results.kernels, markdown=True):
+            lines += [f"**{heading}**", "", *rows, ""]
+    return lines
+
+
+def _origin(source: Source, results: str) -> list[str]:
+    return [f"### [{source.name}]({results}/{source.name})", "", f"{_plain(report.where(source.results))}.", "",
+            "```", command(str(source.results.header.get("command"))), "```", ""]
+
+
 def _section(source: Source, results: str) -> list[str]:
-    lines = [f"### [{source.name}]({results}/{source.name})", "", f"{_plain(report.where(source.results))}.", "",
-             "```", command(str(source.results.header.get("command"))), "```", ""]
+    lines = _origin(source, results)
     for case in report.cases(source.records):
         if table := report.table(case, markdown=True):
             lines += [f"**{report.title(case[0])}**", "", *table, ""]

@@ -1,4 +1,6 @@
-"""Results as JSON: a header that says where and how, and one record per (op, provider, shape, dtype, variant)."""
+"""Results as JSON: a header that says where and how, and one record per (op, provider, shape, dtype, variant), or per
+(kernel, shape, dtype).
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,13 @@ import subprocess
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 
 SCHEMA = 1
 Key = tuple[str, str, int, int, int, str, str]
+KernelKey = tuple[str, int, int, int, str]
 
 
 @dataclass
@@ -94,7 +97,49 @@ class Record:
         return (self.op, self.n, self.h, self.v, self.dtype, self.variant)
 
 
-_FIELDS = {f.name for f in fields(Record)}
+@dataclass
+class KernelRecord:
+    """One measured step between the matrix products, see ``headmux.bench.kernels``.
+
+    Attributes:
+        kernel: Name of the step.
+        n: Tokens.
+        h: Hidden size.
+        v: Vocabulary.
+        dtype: dtype of hidden states and weights.
+        ms: Median over the rounds.
+        p20: 20th percentile.
+        p80: 80th percentile.
+        bytes: What it has to read and write.
+        tb_per_s: Those bytes over its median, in units of 10^12.
+        copy_tb_per_s: The same of a copy of as many bytes in the same rounds, read and written ones counted.
+        share: Its rate over the copy's.
+    """
+
+    kernel: str
+    n: int
+    h: int
+    v: int
+    dtype: str
+    ms: float
+    p20: float
+    p80: float
+    bytes: int
+    tb_per_s: float
+    copy_tb_per_s: float
+    share: float
+
+    @property
+    def key(self) -> KernelKey:
+        """What tells records apart."""
+        return (self.kernel, self.n, self.h, self.v, self.dtype)
+
+
+def _record(item: dict[str, Any]) -> Record | KernelRecord:
+    """A record from its values by name, of which unknown ones are left out."""
+    of = KernelRecord if "kernel" in item else Record
+    known = {f.name for f in fields(of)}
+    return of(**{k: v for k, v in item.items() if k in known})
 
 
 class Results:
@@ -103,7 +148,7 @@ class Results:
     def __init__(self, header: dict[str, Any], path: Path | None = None) -> None:
         self.header = header
         self.path = path
-        self._records: dict[Key, Record] = {}
+        self._records: dict[Key | KernelKey, Record | KernelRecord] = {}
 
     @classmethod
     def load(cls, path: Path) -> Results:
@@ -117,15 +162,20 @@ class Results:
             raise ValueError(f"{path} is not a file of results: it needs a header and records")
         found = cls(data["header"])
         for item in data["records"]:
-            found.put(Record(**{k: v for k, v in item.items() if k in _FIELDS}))
+            found.put(_record(item))
         return found
 
     @property
     def records(self) -> list[Record]:
-        """Every record, in the order of their first writing."""
-        return list(self._records.values())
+        """Every provider's record, in the order of their first writing."""
+        return [r for r in self._records.values() if isinstance(r, Record)]
 
-    def put(self, record: Record) -> None:
+    @property
+    def kernels(self) -> list[KernelRecord]:
+        """Every kernel's record, in the order of their first writing."""
+        return [r for r in self._records.values() if isinstance(r, KernelRecord)]
+
+    def put(self, record: Record | KernelRecord) -> None:
         """Add a record, or replace the one with its key."""
         self._records[record.key] = record
         self.write()
@@ -135,13 +185,17 @@ class Results:
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = ",\n".join("  " + json.dumps(asdict(r)) for r in self.records)
+        lines = ",\n".join("  " + json.dumps(asdict(r)) for r in self._records.values())
         text = f'{{"header": {json.dumps(self.header, indent=1)},\n"records": [\n{lines}\n]}}\n'
         part = self.path.with_name(self.path.name + ".part")
         part.write_text(text)
         os.replace(part, self.path)
 
 
+@overload
+def rounded(value: float, digits: int = 4) -> float: ...
+@overload
+def rounded(value: float | None, digits: int = 4) -> float | None: ...
 def rounded(value: float | None, digits: int = 4) -> float | None:
     """A number with so many significant digits."""
     return None if value is None else float(f"{value:.{digits}g}")

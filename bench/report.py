@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from headmux.bench.records import Record, Results, command
+from headmux.bench.records import KernelRecord, Record, Results, command
 
 _HEAD = ("provider", "ms", "p20-p80", "x floor", "+MiB", "beyond grads", "loss", "dX", "dW", "dW untargeted", "syncs",
          "graph", "rounds")
 _RSS = "RSS +MiB"
+_KERNEL_HEAD = ("kernel", "ms", "p20-p80", "MB", "TB/s", "TB/s of a copy", "share")
 
 
 def tables(results: Results, *, markdown: bool = False) -> str:
-    """Every table: one for each op, shape, dtype and variant, fastest provider first, then those without a time."""
+    """Every table: one for each op, shape, dtype and variant, fastest provider first, then those without a time; and
+    one of kernels for each shape and dtype.
+    """
     lines = [where(results)]
     line = command(str(results.header.get("command")))
     lines.append(f"`{line}`" if markdown else line)
@@ -23,6 +26,8 @@ def tables(results: Results, *, markdown: bool = False) -> str:
         if missing and len(missing) < len(records):
             lines.append("")
         lines += [f"{'- ' if markdown else '  '}{r.provider}: {r.error}" for r in missing]
+    for heading, rows in kernel_tables(results.kernels, markdown=markdown):
+        lines += ["", ("### " if markdown else "") + heading, "", *rows]
     return "\n".join(lines) + "\n"
 
 
@@ -49,6 +54,16 @@ def table(records: Sequence[Record], *, markdown: bool) -> list[str]:
         resident = [""] * (len(rows) - len(timed)) + [_memory(r.rss_mib) for r in timed]
         rows = [(*row, cell) for row, cell in zip(rows, resident, strict=True)]
     return _grid(_without_empty([head, *rows]), markdown)
+
+
+def kernel_tables(records: Iterable[KernelRecord], *, markdown: bool) -> list[tuple[str, list[str]]]:
+    """For each shape and dtype, a title and the lines of the table of its kernels."""
+    found: dict[str, list[tuple[str, ...]]] = {}
+    for r in records:
+        row = (r.kernel, _number(r.ms), f"{_number(r.p20)}-{_number(r.p80)}", f"{r.bytes / 1e6:.4g}",
+               f"{r.tb_per_s:.3g}", f"{r.copy_tb_per_s:.3g}", f"{r.share:.2f}")
+        found.setdefault(f"N={r.n} H={r.h} V={r.v} {r.dtype}", [_KERNEL_HEAD]).append(row)
+    return [(f"kernels {case}", _grid(rows, markdown)) for case, rows in found.items()]
 
 
 def _without_empty(rows: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -17,9 +17,7 @@ from headmux.backends.common.head import Head
 from headmux.backends.common.jsd import Divergence
 from headmux.backends.common.softmax import Wanted
 from headmux.backends.common.storage import rows_of
-from headmux.backends.triton import kernels
-from headmux.backends.triton.launch import Transform, on_device, raw_logits, scale_rows, statistics
-from headmux.backends.triton.tuning import MOST_REGISTERS, tuning
+from headmux.backends.triton.launch import Side, Transform, diverge, raw_logits, scale_rows, statistics
 
 if TYPE_CHECKING:
     from headmux.ops.jsd import JSDArgs
@@ -47,39 +45,18 @@ class TritonDivergence(Divergence):
     ) -> Tensor:
         """Losses, and the gradient in ``out``."""
         beta = self.args.beta
-        q, q_transform, q_lse = self._logits(self.student, student, tokens)
-        p, p_transform, p_lse = self._logits(self.teacher, teacher, tokens)
+        q, p = self._side(self.student, student, tokens), self._side(self.teacher, teacher, tokens)
         valid = None if self.valid is None else self.valid[tokens]
-        vocabulary, count = q.shape
-
-        def diverge(*, loss: bool, kl: Tensor | None = None, into: Tensor | None = None) -> Tensor:
-            tiles = tuning(q.device)
-            cut = (tiles.compare if into is None else tiles.diverge).cut(q)
-            of_teacher, of_student = loss and beta != 1.0, loss and beta != 0.0
-            partials = torch.empty((of_teacher + of_student, cut.parts, count), dtype=torch.float32, device=q.device)
-            with on_device(q.device):
-                kernels.diverge[(cut.programs,)](
-                    q, p, q.stride(0), count, vocabulary, valid,
-                    q_transform.bias, q_transform.scale, q_transform.softcap,
-                    p_transform.bias, p_transform.scale, p_transform.softcap, q_transform.inverse,
-                    q_lse, p_lse, beta if 0.0 < beta < 1.0 else None,
-                    None if into is None else upstream, kl, into, 0 if into is None else into.stride(0),
-                    partials, cut.rows, cut.parts,
-                    TEACHER=of_teacher, STUDENT=of_student, EVEN=cut.even, R=cut.height, BN=cut.width,
-                    num_warps=cut.warps, maxnreg=MOST_REGISTERS,
-                )  # fmt: skip
-            return partials.sum(1)
-
         if beta == 0.0:
-            return diverge(loss=True, into=out)[0]
-        found = diverge(loss=True)
+            return diverge(q, p, beta, valid, loss=True, upstream=upstream, into=out)[0]
+        found = diverge(q, p, beta, valid, loss=True)
         kl = found[-1]
         if out is not None:
-            diverge(loss=False, kl=kl, into=out)
+            diverge(q, p, beta, valid, loss=False, upstream=upstream, kl=kl, into=out)
         return kl if beta == 1.0 else torch.lerp(kl, found[0], beta)
 
-    def _logits(self, head: Head, flat: Tensor, tokens: slice) -> tuple[Tensor, Transform, Tensor]:
+    def _side(self, head: Head, flat: Tensor, tokens: slice) -> Side:
         raw = rows_of(flat, self.vocabulary, tokens.stop - tokens.start)
         raw_logits(head, tokens, raw, self.plan)
         transform = Transform(head, tokens)
-        return raw, transform, statistics(raw, transform, Wanted())[0].lse
+        return Side(raw, transform, statistics(raw, transform, Wanted())[0].lse)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from headmux.backends.common.gemm import is_native, operand, product
 from headmux.backends.common.head import Head
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan
-from headmux.backends.common.softmax import Statistics, Wanted
+from headmux.backends.common.softmax import Coefficients, Statistics, Wanted
 from headmux.backends.triton import kernels
 from headmux.backends.triton.tuning import INTERPRETED, MOST_REGISTERS, Cut, cdiv, next_power_of_2, tuning
 from headmux.contract import Upstream
@@ -157,6 +158,65 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
         )
     lse, target_logit, *_, factors = found.unbind(0)
     return Statistics(lse, target_logit, None, None, None), factors
+
+
+def to_gradient(
+    raw: Tensor, transform: Transform, labels: Labels, dots: Tensor, rest: Tensor, lse: Tensor, by: Coefficients,
+    weights: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Raw logits become, in place, the gradient with respect to them; one read and one write.
+
+    ``dots`` [n] are the fp32 raw logits at ``labels``, ``rest`` [n] is 1 - p there, ``weights`` [V] are those of
+    ``by.smoothing``, None for equal ones.
+    """
+    vocabulary, count = raw.shape
+    t, cut = transform, tuning(raw.device).gradient.cut(raw)
+    with on_device(raw.device):
+        kernels.to_gradient[(cut.programs,)](
+            raw, raw.stride(0), count, vocabulary, labels.index, labels.valid,
+            t.bias, t.divisors, weights, unit(raw.dtype), t.scale, t.softcap, t.inverse,
+            lse, dots, rest, by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
+            EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One model's fp32 raw logits [V, n], their transform, and the logsumexp [n] of what it makes of them."""
+
+    raw: Tensor
+    transform: Transform
+    lse: Tensor
+
+
+def diverge(
+    student: Side, teacher: Side, beta: float, valid: Tensor | None, *, loss: bool, upstream: Tensor | None = None,
+    kl: Tensor | None = None, into: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """One read of a pair of logits: for ``loss`` their sums, and with ``into`` [V, n] the student's gradient there.
+
+    The gradient is for ``upstream`` [n], and needs ``kl`` [n], the student's sum, where beta is not 0.
+
+    Returns:
+        [k, n], the teacher's sum unless beta is 1, and the student's unless it is 0; nothing without ``loss``.
+    """
+    q, p = student.transform, teacher.transform
+    vocabulary, count = student.raw.shape
+    device = student.raw.device
+    tiles = tuning(device)
+    cut = (tiles.compare if into is None else tiles.diverge).cut(student.raw)
+    of_teacher, of_student = loss and beta != 1.0, loss and beta != 0.0
+    partials = torch.empty((of_teacher + of_student, cut.parts, count), dtype=torch.float32, device=device)
+    with on_device(device):
+        kernels.diverge[(cut.programs,)](
+            student.raw, teacher.raw, student.raw.stride(0), count, vocabulary, valid,
+            q.bias, q.scale, q.softcap, p.bias, p.scale, p.softcap, q.inverse, student.lse, teacher.lse,
+            beta if 0.0 < beta < 1.0 else None, None if into is None else upstream, kl, into,
+            0 if into is None else into.stride(0), partials, cut.rows, cut.parts,
+            TEACHER=of_teacher, STUDENT=of_student, EVEN=cut.even, R=cut.height, BN=cut.width,
+            num_warps=cut.warps, maxnreg=MOST_REGISTERS,
+        )  # fmt: skip
+    return partials.sum(1)
 
 
 def _combine(

@@ -18,18 +18,15 @@ from torch import Tensor
 from headmux.backends.common.budget import MIB
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
-from headmux.backends.triton import kernels
 from headmux.backends.triton.launch import (
     Transform,
     dots_at_labels,
     exponentials,
-    on_device,
     raw_logits,
     scale_rows,
     statistics,
-    unit,
+    to_gradient,
 )
-from headmux.backends.triton.tuning import MOST_REGISTERS, tuning
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +81,8 @@ class TritonSoftmax(Softmax):
         labels = self.labels[tokens]
         if isinstance(state, Tensor):
             return state * by.softmax * self.head.chain(tokens)
-        vocabulary, count = held.shape
         weights = self.wanted.smoothed if isinstance(self.wanted.smoothed, Tensor) else None
-        cut = tuning(held.device).gradient.cut(held)
-        t = state.transform
-        with on_device(held.device):
-            kernels.to_gradient[(cut.programs,)](
-                held, held.stride(0), count, vocabulary, labels.index, labels.valid,
-                t.bias, t.divisors, weights, unit(held.dtype), t.scale, t.softcap, t.inverse,
-                statistics.lse, state.dots, state.rest, by.softmax.contiguous(), by.label.contiguous(),
-                by.entropy, by.smoothing, cut.rows,
-                EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
-            )  # fmt: skip
+        to_gradient(held, state.transform, labels, state.dots, state.rest, statistics.lse, by, weights)
         return None
 
     def _at_labels(self, tokens: slice) -> tuple[Labels, Tensor]:

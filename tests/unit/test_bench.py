@@ -8,6 +8,8 @@ import json
 import os
 import random
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from headmux.bench import compare, gate, goals, labels, measure, pages, plots, r
 from headmux.bench.__main__ import main
 from headmux.bench.problem import Problem
 from headmux.bench.providers import Provider, masked_environment, peers_of, providers
-from headmux.bench.records import Record, Results, command
+from headmux.bench.records import KernelRecord, Record, Results, command
 from headmux.bench.shapes import OPS, PRESETS, Shape, Variant
 
 TINY = Shape(32, 16, 64)
@@ -437,6 +439,61 @@ def test_host_commands(command, tmp_path, capsys):
     assert "selection" in {r.provider for r in records} or "headmux-torch" in {r.provider for r in records}
     assert all(r.ms is None or r.ms > 0 for r in records)
     assert "flce" in capsys.readouterr().out
+
+
+def test_kernels_are_measured_beside_copies_of_as_many_bytes(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    path = tmp_path / "out.json"
+    n, h, v = 10, 24, 300
+    words = ["kernels", "--shape", f"{n},{h},{v}", "--device", "cpu", "--seconds", "0.05", "--json", str(path)]
+    done = subprocess.run([sys.executable, "-m", "headmux.bench", *words], capture_output=True, text=True, timeout=300,
+                          env={**os.environ, "TRITON_INTERPRET": "1"})  # which Triton reads when it is imported
+    assert done.returncode == 0, done.stderr
+    data = json.loads(path.read_text())
+    assert data["header"]["command"].startswith("python -m headmux.bench kernels --shape 10,24,300")
+    assert {r["kernel"]: r["bytes"] for r in data["records"]} == {
+        "look": 2 * n * v, "exponentiate": 4 * n * v, "to_gradient": 4 * n * v, "look_fp32": 4 * n * v,
+        "diverge_sums": 8 * n * v, "diverge_gradient": 10 * n * v, "scale_rows": 4 * n * h,
+    }
+    for r in data["records"]:
+        assert list(r) == ["kernel", "n", "h", "v", "dtype", "ms", "p20", "p80", "bytes", "tb_per_s", "copy_tb_per_s",
+                           "share"]
+        assert (r["n"], r["h"], r["v"], r["dtype"]) == (n, h, v, "bfloat16")
+        assert 0 < r["p20"] <= r["ms"] <= r["p80"]
+        assert r["tb_per_s"] == pytest.approx(r["bytes"] / r["ms"] / 1e9, rel=1e-2)
+        assert r["share"] == pytest.approx(r["tb_per_s"] / r["copy_tb_per_s"], rel=1e-2)
+    assert done.stdout == report.tables(Results.load(path))
+    assert "kernels N=10 H=24 V=300 bfloat16\n\nkernel " in done.stdout
+
+
+@pytest.mark.parametrize(("words", "reason"), [
+    ([], "TRITON_INTERPRET=1 is not set"),
+    (["--dtype", "float64"], "float64"),
+    (["--shape", "1,2"], "--shape '1,2'"),
+    (["--shape", "1,2,3,30"], "softcap"),
+])
+def test_kernels_without_a_usable_triton_or_shape(words, reason, tmp_path, capsys):
+    path = tmp_path / "out.json"
+    assert main(["kernels", "--device", "cpu", "--json", str(path), *words]) == 2
+    assert reason in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_pages_have_kernels_where_they_were_measured(results):
+    before = pages.load(results.path.parent)
+    page, digest, summary = pages.page(before), pages.digest(before), pages.summary(before)
+    assert "Kernels between the products" not in page
+    found = Results({"device": "D", "time": "zz", "command": "measure them"}, results.path.with_name("d-kernels.json"))
+    found.put(KernelRecord("look", 1024, 64, 1000, "bfloat16", 0.1, 0.09, 0.11, 2_048_000, 2.05, 4.1, 0.5))
+    found.put(KernelRecord("look", 4096, 64, 1000, "bfloat16", 0.3, 0.29, 0.31, 8_192_000, 2.73, 4.2, 0.65))
+    after = pages.load(results.path.parent)
+    assert (pages.digest(after), pages.summary(after)) == (digest, summary)
+    head, kernels = pages.page(after).split("## Kernels between the products\n")
+    assert page.startswith(head)
+    assert "[d-kernels.json](../bench/results/d-kernels.json)" in kernels
+    assert "measure them" in kernels
+    rows = re.findall(r"\*\*kernels N=(\d+) .*?\| look +\| +([\d.]+) .*? ([\d.]+) \|\n", kernels, re.DOTALL)
+    assert rows == [("1024", "0.1", "0.50"), ("4096", "0.3", "0.65")]
 
 
 @pytest.mark.parametrize("words", [
