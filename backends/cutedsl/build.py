@@ -28,7 +28,7 @@ ARCHITECTURE = "sm_90a"
 VARIABLE = "HEADMUX_CACHE_DIR"
 _NAME = "headmux_forward"
 
-_kernels: dict[Config | Scaling, Callable[..., None]] = {}
+_kernels: dict[Kind, Callable[..., None]] = {}
 _lock = threading.Lock()
 
 
@@ -43,6 +43,7 @@ class Config:
         entropy: Also return the entropy.
         per_token: The factor of the logits is one per token.
         keep: Leave exponentials of the logits, in torch.bfloat16, without softcap and entropy.
+        store: Leave the logits, without labels, entropy and factors per token.
     """
 
     dtype: torch.dtype
@@ -51,6 +52,7 @@ class Config:
     entropy: bool = False
     per_token: bool = False
     keep: bool = False
+    store: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,10 +68,27 @@ class Scaling:
     each: bool
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the machine code of ``headmux.backends.cutedsl.diverge`` depends on.
+
+    Attributes:
+        beta: 0, 1, or None for what lies between.
+        loss: Sum the divergence.
+        gradient: dtype of the gradient, or None. Both at once only where beta is 0.
+    """
+
+    beta: float | None
+    loss: bool
+    gradient: torch.dtype | None
+
+
+Kind = Config | Scaling | Comparison
+
 SCALED = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def kernel(config: Config | Scaling) -> Callable[..., None]:
+def kernel(config: Kind) -> Callable[..., None]:
     """The compiled kernels of a configuration.
 
     Raises:
@@ -89,9 +108,11 @@ def kernel(config: Config | Scaling) -> Callable[..., None]:
     return found
 
 
-def compiled(config: Config | Scaling, options: str = "") -> Any:
+def compiled(config: Kind, options: str = "") -> Any:
     """Trace and compile a configuration, for a GPU that need not be there."""
     options = f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}"
+    if isinstance(config, Comparison):
+        return _compare(config, options)
     return _forward(config, options) if isinstance(config, Config) else _scale(config, options)
 
 
@@ -111,6 +132,36 @@ def _scale(config: Scaling, options: str) -> Any:
     return cute.compile(
         Scale(dtype, each=config.each), matrix(), factors, matrix(), Int32(1), stream, options=options
     )
+
+
+def _compare(config: Comparison, options: str) -> Any:
+    from cutlass import Float32, Int32, cute
+
+    from headmux.backends.cutedsl.diverge import Diverge
+
+    gradient = None if config.gradient is None else _dtype(config.gradient)
+    classes, tokens = cute.sym_int(), cute.sym_int()
+
+    def vector(given: bool = True) -> Any:
+        return cute.runtime.make_fake_compact_tensor(Float32, (tokens,), assumed_align=4) if given else None
+
+    stride = (cute.sym_int64(divisibility=8), 1)
+    student, teacher = (
+        cute.runtime.make_fake_tensor(Float32, (classes, tokens), stride, assumed_align=16) for _ in range(2)
+    )
+    out, partials = None, None
+    if gradient is not None:
+        stride = (cute.sym_int64(divisibility=4), 1)
+        out = cute.runtime.make_fake_tensor(gradient, (classes, tokens), stride, assumed_align=8)
+    diverge = Diverge(config.beta, loss=config.loss, gradient=gradient)
+    if config.loss:
+        shape = (diverge.planes, cute.sym_int(), tokens)
+        partials = cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0))
+    return cute.compile(
+        diverge, student, teacher, vector(), vector(), partials, vector(gradient is not None),
+        vector(gradient is not None and not config.loss), out, *[Float32(1.0)] * 3, *[Int32(1)] * 3,
+        cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )  # fmt: skip
 
 
 def _dtype(dtype: torch.dtype) -> Any:
@@ -140,19 +191,20 @@ def _forward(config: Config, options: str) -> Any:
         return cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(1, 0)) if given else None
 
     held = None
-    if config.keep:
+    if config.keep or config.store:
         stride = (cute.sym_int64(divisibility=8), 1)
-        held = cute.runtime.make_fake_tensor(dtype, (classes, tokens), stride, assumed_align=16)
+        kind = dtype if config.keep else Float32
+        held = cute.runtime.make_fake_tensor(kind, (classes, tokens), stride, assumed_align=16)
     options_of = {f.name: getattr(config, f.name) for f in dataclasses.fields(config) if f.name != "dtype"}
     return cute.compile(
         Forward(dtype, **options_of),
         matrix(tokens),
         matrix(classes),
         vector(Float32, cute.sym_int(divisibility=COLUMN), config.bias),
-        vector(Int64, tokens),
+        vector(Int64, tokens, not config.store),
         vector(Float32, tokens, config.per_token),
         planes(3 if config.entropy else 2, cute.sym_int()),
-        vector(Float32, tokens),
+        vector(Float32, tokens, not config.store),
         vector(Float32, tokens),
         vector(Float32, tokens, config.entropy),
         held,
@@ -168,7 +220,7 @@ def _forward(config: Config, options: str) -> Any:
     )
 
 
-def _loaded(config: Config | Scaling) -> Callable[..., None]:
+def _loaded(config: Kind) -> Callable[..., None]:
     try:
         path = _folder() / f"{_digest(config)}.o"
         if path.exists():
@@ -184,7 +236,7 @@ def _loaded(config: Config | Scaling) -> Callable[..., None]:
     return _load(path)
 
 
-def _write(path: Path, config: Config | Scaling) -> None:
+def _write(path: Path, config: Kind) -> None:
     """Build into a file that appears whole or not at all."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         part = Path(folder) / path.name
@@ -209,7 +261,7 @@ def _folder() -> Path:
         raise OSError(str(error)) from error
 
 
-def _digest(config: Config | Scaling) -> str:
+def _digest(config: Kind) -> str:
     return hashlib.sha256(f"{_fingerprint()} {config}".encode()).hexdigest()[:32]
 
 

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 import torch
 
 from headmux.backends.common import resources as common
-from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Config, Scaling, compiled
+from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Comparison, Config, Kind, Scaling, compiled
 
 MOST_SHARED = common.MOST_SHARED[90]
 """Bytes of shared memory that a thread block can have on Hopper."""
@@ -30,14 +30,14 @@ class Resources:
 
     Attributes:
         config: Its configuration.
-        kernel: ``"logits"``, ``"merge"``, ``"settle"`` or ``"scale"``.
+        kernel: ``"logits"``, ``"merge"``, ``"settle"``, ``"scale"`` or ``"diverge"``.
         registers: Registers of a thread at launch.
         stack: Bytes of stack of a thread. Above 0, registers spill.
         shared: Bytes of shared memory of a thread block.
         products: WGMMA instructions.
     """
 
-    config: Config | Scaling
+    config: Kind
     kernel: str
     registers: int
     stack: int
@@ -46,20 +46,27 @@ class Resources:
 
     def __str__(self) -> str:
         facts = f"registers {self.registers:3}  stack {self.stack}  shared {self.shared:6}  wgmma {self.products}"
-        return f"{self.kernel:6}  {facts}  {self.config}"
+        return f"{self.kernel:7}  {facts}  {self.config}"
 
 
-def configs() -> Iterator[Config | Scaling]:
+def configs() -> Iterator[Kind]:
     """Every configuration."""
     for dtype, *flags in itertools.product((torch.bfloat16, torch.float16), *[(False, True)] * 4):
         yield Config(dtype, *flags)
     for bias, per_token in itertools.product(*[(False, True)] * 2):
         yield Config(torch.bfloat16, bias=bias, per_token=per_token, keep=True)
+    for dtype in (torch.bfloat16, torch.float16):
+        for bias, softcap in itertools.product(*[(False, True)] * 2):
+            yield Config(dtype, bias=bias, softcap=softcap, store=True)
+        for beta in (0.0, None, 1.0):
+            yield Comparison(beta, beta == 0.0, dtype)
+    for beta in (0.0, None, 1.0):
+        yield Comparison(beta, True, None)
     for kind, each in itertools.product(SCALED, (False, True)):
         yield Scaling(kind, each)
 
 
-def resources(config: Config | Scaling) -> list[Resources]:
+def resources(config: Kind) -> list[Resources]:
     """Compile a configuration and read its kernels' resources from the machine code.
 
     Raises:
@@ -78,7 +85,7 @@ def resources(config: Config | Scaling) -> list[Resources]:
 
 
 def _kernel(symbol: str) -> str:
-    return next((name for name in ("logits", "settle", "scale") if f"_{name}_" in symbol), "merge")
+    return next((name for name in ("logits", "settle", "scale", "diverge") if f"_{name}_" in symbol), "merge")
 
 
 def main() -> int:

@@ -29,7 +29,13 @@ class _Row(NamedTuple):
 
 
 class Fold:
-    """The epilogue of one configuration, and how slots become results. Attributes are those of ``Forward``."""
+    """The epilogue of one configuration, and how slots become results. Attributes are those of ``Forward``.
+
+    Attributes:
+        label: Whether tokens have labels.
+    """
+
+    label = True
 
     def __init__(self, *, bias: bool, softcap: bool, entropy: bool, per_token: bool):
         self.bias, self.softcap, self.entropy, self.per_token = bias, softcap, entropy, per_token
@@ -41,7 +47,8 @@ class Fold:
         slot: Int32,
         step: Int32,
         fresh: cutlass.Boolean,
-        target: cute.Tensor,
+        tokens: Int32,
+        target: cute.Tensor | None,
         factors: cute.Tensor | None,
         factor: Float32,
         partials: cute.Tensor,
@@ -55,10 +62,11 @@ class Fold:
         for r in range_constexpr(2):
             offset = lane // 4 + 8 * r
             token, place = first + offset, slot + offset * step
-            there = token < target.shape[0]
+            there = token < tokens
             mark, scale = Int32(-1), factor
             if there:
-                mark = Int32(target[token])
+                if const_expr(self.label):
+                    mark = Int32(target[token])
                 if const_expr(self.per_token):
                     scale = factors[token]
             top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
@@ -131,16 +139,7 @@ class Fold:
                             found = z[q, r, j]
                 logp[row.token] = found * scale * _LN2
 
-            most = [z[q, r, 0] for q in range(2)] + [z[q, r, 1] for q in range(2)]
-            for j in range_constexpr(2, pairs):
-                for q in range_constexpr(2):
-                    chain = 2 * (j % 2) + q
-                    most[chain] = cute.arch.fmax(most[chain], z[q, r, j])
-            top = cute.arch.fmax(cute.arch.fmax(most[0], most[1]), cute.arch.fmax(most[2], most[3]))
-            for i in range_constexpr(2):
-                top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
-            top = cute.arch.fmax(top * scale, Float32(scalars.LOWEST))
-
+            top = self.top(z, r, scale)
             totals, moments = [Float32(0.0)] * 4, [Float32(0.0)] * 4
             for j in range_constexpr(pairs):
                 for q in range_constexpr(2):
@@ -158,14 +157,32 @@ class Fold:
                 if const_expr(self.entropy):
                     moment = moment + cute.arch.shuffle_sync_bfly(moment, offset=1 << i)
 
-            top, total, moment = scalars.combine(
-                row.top, row.total, row.moment, top, total, moment, self.entropy
-            )
-            if lane % 4 == 0 and row.there:
-                partials[0, row.slot] = top
-                partials[1, row.slot] = total
-                if const_expr(self.entropy):
-                    partials[2, row.slot] = moment
+            self.into_slot(row, top, total, moment, partials)
+
+    @cute.jit
+    def top(self, z: cute.Tensor, r: cutlass.Constexpr, scale: Float32):
+        """The largest exponent of a row's logits, of all four threads."""
+        most = [z[q, r, 0] for q in range(2)] + [z[q, r, 1] for q in range(2)]
+        for j in range_constexpr(2, cute.size(z, mode=[2])):
+            for q in range_constexpr(2):
+                chain = 2 * (j % 2) + q
+                most[chain] = cute.arch.fmax(most[chain], z[q, r, j])
+        top = cute.arch.fmax(cute.arch.fmax(most[0], most[1]), cute.arch.fmax(most[2], most[3]))
+        for i in range_constexpr(2):
+            top = cute.arch.fmax(top, cute.arch.shuffle_sync_bfly(top, offset=1 << i))
+        return cute.arch.fmax(top * scale, Float32(scalars.LOWEST))
+
+    @cute.jit
+    def into_slot(self, row: _Row, top: Float32, total: Float32, moment: Float32, partials: cute.Tensor):
+        """Statistics of a tile's row, which all four threads know, on top of those so far."""
+        top, total, moment = scalars.combine(
+            row.top, row.total, row.moment, top, total, moment, self.entropy
+        )
+        if cute.arch.lane_idx() % 4 == 0 and row.there:
+            partials[0, row.slot] = top
+            partials[1, row.slot] = total
+            if const_expr(self.entropy):
+                partials[2, row.slot] = moment
 
     @cute.jit
     def merge(
@@ -183,19 +200,8 @@ class Fold:
         entropy: cute.Tensor | None,
     ):
         """Results of a token, by a warp, from so many slots at ``slot``. ``logp`` holds the label's logit before."""
-        lane = cute.arch.lane_idx()
-        top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
-        for place in cutlass.range(slot + lane, slot + slots, _WARP, unroll=1):
-            more = Float32(0.0)
-            if const_expr(self.entropy):
-                more = partials[2, place]
-            top, total, moment = scalars.combine(
-                top, total, moment, partials[0, place], partials[1, place], more, self.entropy
-            )
-        for i in range_constexpr(5):
-            other = [cute.arch.shuffle_sync_bfly(v, offset=1 << i) for v in (top, total, moment)]
-            top, total, moment = scalars.combine(top, total, moment, *other, self.entropy)
-        if lane == 0:
+        top, total, moment = self.total(slot, slots, partials)
+        if cute.arch.lane_idx() == 0:
             bits = cute.math.log2(total)
             all_logits = (top + bits) * _LN2
             uncertainty = Float32(0.0)
@@ -211,3 +217,19 @@ class Fold:
             lse[token] = all_logits
             if const_expr(self.entropy):
                 entropy[token] = uncertainty
+
+    @cute.jit
+    def total(self, slot: Int32, slots: Int32, partials: cute.Tensor):
+        """Statistics of a token, by a warp, from so many slots at ``slot``."""
+        top, total, moment = Float32(scalars.LOWEST), Float32(0.0), Float32(0.0)
+        for place in cutlass.range(slot + cute.arch.lane_idx(), slot + slots, _WARP, unroll=1):
+            more = Float32(0.0)
+            if const_expr(self.entropy):
+                more = partials[2, place]
+            top, total, moment = scalars.combine(
+                top, total, moment, partials[0, place], partials[1, place], more, self.entropy
+            )
+        for i in range_constexpr(5):
+            other = [cute.arch.shuffle_sync_bfly(v, offset=1 << i) for v in (top, total, moment)]
+            top, total, moment = scalars.combine(top, total, moment, *other, self.entropy)
+        return top, total, moment

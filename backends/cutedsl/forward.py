@@ -1,7 +1,7 @@
 """Log-probability, logsumexp and entropy of a linear head's logits, which are never written: the kernels.
 
 Where exponentials of the logits are kept for a gradient, the same product leaves them, see
-headmux.backends.cutedsl.exponentials.
+headmux.backends.cutedsl.exponentials; where two heads are compared, the logits, see headmux.backends.cutedsl.logits.
 
 A GEMM of 128 x 256 tiles, persistent and warp-specialised: one warp brings tiles in by TMA, the weight's by multicast
 where both thread blocks of a cluster need it, and two warpgroups multiply 64 tokens each by WGMMA. A warpgroup reduces
@@ -19,6 +19,7 @@ from cutlass.cute.nvgpu import cpasync, warpgroup
 from headmux.backends.cutedsl import exponentials, scalars
 from headmux.backends.cutedsl.exponentials import Exponentials
 from headmux.backends.cutedsl.fold import Fold
+from headmux.backends.cutedsl.logits import Logits
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
 
 _DEPTH = 64  # hidden features of a stage: 128 bytes, the widest swizzle
@@ -48,11 +49,15 @@ class Forward:
         entropy: Also sum what the entropy needs.
         per_token: The factor of the logits is one per token.
         keep: Leave exponentials of the logits; in bfloat16, without softcap and entropy.
+        store: Leave the logits; without labels and entropy.
     """
 
-    def __init__(self, dtype: type, *, bias: bool, softcap: bool, entropy: bool, per_token: bool, keep: bool = False):
-        self.dtype, self.keep = dtype, keep
-        kind = Exponentials if keep else Fold
+    def __init__(
+        self, dtype: type, *, bias: bool, softcap: bool, entropy: bool, per_token: bool, keep: bool = False,
+        store: bool = False,
+    ):
+        self.dtype, self.keep, self.store = dtype, keep, store
+        kind = Exponentials if keep else Logits if store else Fold
         self.fold = kind(bias=bias, softcap=softcap, entropy=entropy, per_token=per_token)
 
     @cute.jit
@@ -61,10 +66,10 @@ class Forward:
         states: cute.Tensor,  # [N, H]
         weight: cute.Tensor,  # [V, H]
         bias: cute.Tensor | None,  # [V, rounded up to whole tiles] fp32, times ``inner``
-        target: cute.Tensor,  # [N] int64
+        target: cute.Tensor | None,  # [N] int64
         factors: cute.Tensor | None,  # [N] fp32
         partials: cute.Tensor,  # [2 or 3, slots of all tokens] fp32
-        logp: cute.Tensor,  # [N] fp32
+        logp: cute.Tensor | None,  # [N] fp32
         lse: cute.Tensor,  # [N] fp32
         entropy: cute.Tensor | None,  # [N] fp32
         held: cute.Tensor | None,  # [V, N], rows of neighbouring elements
@@ -91,7 +96,8 @@ class Forward:
         Results of tokens whose target is ``ignore`` are 0, if ``ignores`` is not; ``logp`` is NaN where a target is out
         of range. With ``keep`` all targets are in range, ``counts`` tells which do not count, and ``logp`` gets the
         logits at the targets; ``held`` gets the exponentials of the others and what stands in place of the target's,
-        ``found`` what ``Exponentials.statistics`` says.
+        ``found`` what ``Exponentials.statistics`` says. With ``store`` there are no targets; ``held`` gets those
+        exponents in fp32, and ``lse`` is in units of log 2 too.
         """
         mma = tiled_mma(self.dtype)
         layout_a, layout_b = (_stages(self.dtype, rows) for rows in (TOKENS, COLUMN))
@@ -108,16 +114,16 @@ class Forward:
                 (cpasync.CopyBulkTensorTileG2SMulticastOp(), CLUSTER), (cpasync.CopyBulkTensorTileG2SOp(), 1)
             )
         )
-        layout_e, atom_e, held_tma = None, None, None
+        layout_e, atom_e, held_to = None, None, held
         if const_expr(self.keep):
             layout_e = exponentials.shared_layout(self.dtype, _CONSUMERS)
-            atom_e, held_tma = exponentials.copies(held, layout_e)
+            atom_e, held_to = exponentials.copies(held, layout_e)
         blocks = cute.ceil_div(states.shape[0], TOKENS) // CLUSTER
         columns = cute.ceil_div(weight.shape[0], COLUMN)
         self.logits(
-            mma, atom_a, states_tma, *shared_b, *own_b, layout_a, layout_b, layout_e, atom_e, held_tma, bias, target,
-            factors, partials, logp, counts, guess, used, inner, factor, blocks, columns, group, period, last_period,
-            slots,
+            mma, atom_a, states_tma, *shared_b, *own_b, layout_a, layout_b, layout_e, atom_e, held_to, bias, target,
+            factors, partials, logp, counts, guess, used, inner, factor, states.shape[0], blocks, columns, group,
+            period, last_period, slots,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[_THREADS, 1, 1],
@@ -156,15 +162,16 @@ class Forward:
         atom_e: cute.CopyAtom | None,
         held: cute.Tensor | None,
         bias: cute.Tensor | None,
-        target: cute.Tensor,
+        target: cute.Tensor | None,
         factors: cute.Tensor | None,
         partials: cute.Tensor,
-        logp: cute.Tensor,
+        logp: cute.Tensor | None,
         counts: cute.Tensor | None,
         guess: cute.Tensor | None,
         used: cute.Tensor | None,
         inner: Float32,
         factor: Float32,
+        tokens: Int32,
         blocks: Int32,
         columns: Int32,
         group: Int32,
@@ -180,7 +187,7 @@ class Forward:
         clusters = cute.arch.grid_dim()[0] // CLUSTER
         whole = blocks * columns  # tiles of whole blocks
         tiles = whole
-        if cute.ceil_div(target.shape[0], TOKENS) % CLUSTER > 0:
+        if cute.ceil_div(tokens, TOKENS) % CLUSTER > 0:
             tiles += cute.ceil_div(columns, CLUSTER)
 
         if warp == 0:
@@ -280,7 +287,7 @@ class Forward:
                 # read before the products, so that nothing waits for it after them
                 rows = self.fold.rows(
                     block * (CLUSTER * TOKENS) + first, slot + first * step + column % again, step, column < again,
-                    target, factors, factor, partials,
+                    tokens, target, factors, factor, partials,
                 )
                 if const_expr(self.keep):
                     tops = self.fold.tops(rows, counts, guess)
@@ -311,10 +318,12 @@ class Forward:
                         e = self.fold.keep(
                             z, rows, tops, bias, partials, logp, used, inner, column * COLUMN, weight.shape[0]
                         )
-                        tokens = block * CLUSTER * _CONSUMERS + consumer
+                        sixty_four = block * CLUSTER * _CONSUMERS + consumer
                         if number < whole:
-                            tokens += rank * _CONSUMERS
-                        self.fold.leave(e, address, atom_e, buffers, places, column, tokens, consumer)
+                            sixty_four += rank * _CONSUMERS
+                        self.fold.leave(e, address, atom_e, buffers, places, column, sixty_four, consumer)
+                    elif const_expr(self.store):
+                        self.fold.store(z, rows, bias, partials, held, inner, column * COLUMN, weight.shape[0])
                     else:
                         self.fold.fold(z, rows, bias, partials, logp, inner, column * COLUMN, weight.shape[0])
             if const_expr(self.keep):  # shared memory stays until it has been read
@@ -324,8 +333,8 @@ class Forward:
     def merge(
         self,
         partials: cute.Tensor,
-        target: cute.Tensor,
-        logp: cute.Tensor,
+        target: cute.Tensor | None,
+        logp: cute.Tensor | None,
         lse: cute.Tensor,
         entropy: cute.Tensor | None,
         counts: cute.Tensor | None,
@@ -351,6 +360,8 @@ class Forward:
             slot += token % (CLUSTER * TOKENS) * step
             if const_expr(self.keep):
                 self.fold.statistics(token, slot, again, partials, counts, logp, lse, found)
+            elif const_expr(self.store):
+                self.fold.logsumexp(token, slot, again, partials, lse)
             else:
                 self.fold.merge(
                     token, slot, again, vocabulary, partials, target, ignore, ignores, logp, lse, entropy

@@ -100,6 +100,44 @@ def with_label(top: Float32, others: Float32, stored: Float32, exact: Float32):
 
 
 @cute.jit
+def mixture(d: Float32, teacher: Float32, student: Float32):
+    """Of p and q = p * 2^d, the smaller over the larger, and the logarithm to base 2 of m over the larger.
+
+    m is ``teacher * p + student * q``. No sum cancels, and nothing overflows.
+    """
+    share = exp2(-cute.math.abs(d))
+    near, far = teacher, student
+    if d > 0.0:
+        near, far = student, teacher
+    return share, cute.math.log2(cute.math.fma(far, share, near), fastmath=True)
+
+
+@cute.jit
+def against_mixture(log_q: Float32, log_p: Float32, d: Float32, teacher: Float32, student: Float32):
+    """q * log2(q / m) and p * log2(p / m), from logarithms to base 2, see ``mixture``.
+
+    d, their difference, is given apart, for it may be known better.
+    """
+    share, bits = mixture(d, teacher, student)
+    most = log_p
+    if d > 0.0:
+        most = log_q
+    large = exp2(most)
+    of_large, of_small = -large * bits, -(large * share) * (cute.math.abs(d) + bits)
+    of_q, of_p = of_small, of_large
+    if d > 0.0:
+        of_q, of_p = of_large, of_small
+    return of_q, of_p
+
+
+@cute.jit
+def gradient(log_q: Float32, d: Float32, teacher: Float32, student: Float32, slope: Float32, offset: Float32):
+    """q * (log2(q / m) * slope + offset)."""
+    _, bits = mixture(d, teacher, student)
+    return exp2(log_q) * cute.math.fma(cute.math.min(d, Float32(0.0)) - bits, slope, offset)
+
+
+@cute.jit
 def peak(z: cute.Tensor, row: cutlass.Constexpr):
     """The largest logit of a row of four threads' (2, 2, 32) logits."""
     most = z[0, row, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -59,10 +60,42 @@ def statistics(
     found = Statistics(_per_token(input), _per_token(input), _per_token(input) if entropy else None)
     if input.shape[0]:
         _launch(
-            input, weight, bias, target, found, None, scale=scale, softcap=softcap, temperature=temperature,
+            input, weight, bias, target, found, [None] * 5, scale=scale, softcap=softcap, temperature=temperature,
             ignore_index=ignore_index,
         )  # fmt: skip
     return found
+
+
+def logits(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    held: Tensor,
+    *,
+    scale: float,
+    softcap: float | None,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Leave each token's logits in units of log 2.
+
+    Args:
+        input: As ``statistics`` takes it.
+        weight: The same.
+        bias: The same.
+        held: [V, N] fp32, where the logits go; rows start at multiples of 8 elements.
+        scale: As ``statistics`` takes it.
+        softcap: The same.
+        temperature: Divisor of what comes out.
+
+    Returns:
+        [N] fp32: the logsumexp, in units of log 2.
+    """
+    lse = _per_token(input)
+    _launch(
+        input, weight, bias, None, (None, lse, None), [held, *[None] * 4], scale=scale, softcap=softcap,
+        temperature=temperature, ignore_index=None, store=True,
+    )  # fmt: skip
+    return lse
 
 
 def exponentials(
@@ -103,10 +136,11 @@ def exponentials(
     found = Statistics(_per_token(input), _per_token(input), None)
     used = input.new_empty((-(-vocabulary // COLUMN), tokens), dtype=torch.float32)
     more = input.new_empty((3, tokens), dtype=torch.float32)
-    kept = (held, counts, guess, used, more)
+    kept = [held, counts, guess, used, more]
     _launch(
-        input, weight, bias, target, found, kept, scale=scale, softcap=None, temperature=temperature, ignore_index=None
-    )
+        input, weight, bias, target, found, kept, scale=scale, softcap=None, temperature=temperature,
+        ignore_index=None, keep=True,
+    )  # fmt: skip
     return found.lse, found.logp, more[2]
 
 
@@ -121,14 +155,16 @@ def _launch(
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    target: Tensor,
-    found: Statistics,
-    kept: tuple[Tensor, ...] | None,
+    target: Tensor | None,
+    found: tuple[Tensor | None, ...],
+    kept: Sequence[Tensor | None],
     *,
     scale: float,
     softcap: float | None,
     temperature: float | Tensor,
     ignore_index: int | None,
+    keep: bool = False,
+    store: bool = False,
 ) -> None:
     tokens, hidden = input.shape
     vocabulary = weight.shape[0]
@@ -142,15 +178,13 @@ def _launch(
     factors = outer * _LOG2E / temperature
     one, each = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
     slots, schedule = _schedule(tokens, vocabulary, hidden, input.device.index)
-    entropy = found.entropy is not None
+    entropy = found[2] is not None
     partials = input.new_empty((3 if entropy else 2, slots), dtype=torch.float32)
-    config = Config(
-        input.dtype, bias is not None, softcap is not None, entropy, each is not None, keep=kept is not None
-    )
+    config = Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None, keep, store)
     with torch.cuda.device(input.device):
         kernel(config)(
-            aligned(input), aligned(weight), bias, target.contiguous(), each, partials, *found,
-            *(kept or [None] * 5), inner, one, ignore_index or 0, int(ignore_index is not None), *schedule,
+            aligned(input), aligned(weight), bias, None if target is None else target.contiguous(), each, partials,
+            *found, *kept, inner, one, ignore_index or 0, int(ignore_index is not None), *schedule,
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,14 +14,16 @@ import torch
 from torch import Tensor
 
 from headmux import get_op, registry
+from headmux.backends.common.budget import budget as headmux_budget
 from headmux.backends.common.head import MASKED
 from headmux.backends.common.residual import scaled
-from headmux.backends.cutedsl import flce, launch, linear_logp, softmax, statistics
+from headmux.backends.cutedsl import divergence, flce, launch, linear_logp, softmax, statistics
+from headmux.backends.cutedsl.build import Comparison
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
 from headmux.contract import Upstream
 
 HOPPER = (torch.device("cuda", 0), (9, 0))
-SIZES = {"N": 4096, "H": 4096, "V": 128256}
+SIZES = {"N": 4096, "H": 4096, "V": 128256, "H_teacher": 4096}
 
 
 def reasons(op: str = "linear_logp", sizes: dict[str, int] | None = None, **facts: Any) -> tuple[str, ...]:
@@ -42,6 +45,9 @@ def reasons(op: str = "linear_logp", sizes: dict[str, int] | None = None, **fact
         ("flce", {"needs": None, "tensors": ("ce_weight", "token_weight"), "use_token_scaling": True}),
         ("flce", {"needs": ("input",), "tensors": ("bias",), "logit_scale": -0.5, "reduction": "sum"}),
         ("linear_logp", {"needs": ("weight",), "tensors": ("temperature",), "ignore_index": -100}),
+        ("jsd", {"sizes": {"H_teacher": 8192}, "student_softcap": 5.0, "teacher_softcap": 5.0, "beta": 0.3}),
+        ("jsd", {"needs": None, "tensors": ("student_bias", "teacher_bias"), "temperature": 2.0, "beta": 0.0}),
+        ("jsd", {"needs": None, "dtype": torch.float16, "teacher_softcap": 5.0, "teacher_logit_scale": -2.0}),
     ],
 )
 def test_takes(op: str, facts: dict[str, Any]) -> None:
@@ -73,14 +79,19 @@ def test_takes(op: str, facts: dict[str, Any]) -> None:
         ),
         ("linear_logp", {"sizes": {"H": 1028}}, "H=1028 is not a multiple of 8 above 0"),
         ("linear_logp", {"where": (HOPPER[0], (10, 0))}, "compute capability 10.0, needs at least 9.0 and below 10.0"),
+        ("jsd", {"needs": None, "student_softcap": 5.0}, "with gradients, student_softcap=5.0 is not one of None"),
+        ("jsd", {"sizes": {"H_teacher": 4}}, "H_teacher=4 is not a multiple of 8 above 0"),
     ],
 )
 def test_refuses(op: str, facts: dict[str, Any], reason: str) -> None:
     assert reasons(op, **facts) == (reason,)
 
 
-def test_has_no_jsd() -> None:
-    assert "jsd" not in registry.get_backend("cutedsl").kernels
+def test_jsd_takes_weights_as_they_are() -> None:
+    assert reasons("jsd", dtype=torch.float32, compute=torch.float16) == tuple(
+        f"{model}_weight dtype torch.float32 is not that of the products, torch.float16"
+        for model in ("student", "teacher")
+    )
 
 
 SHAPES = [
@@ -313,3 +324,132 @@ def test_gradients(
             torch.testing.assert_close(one.float(), other, rtol=2e-2, atol=1e-2 * float(other.abs().max()))
     if found[0] is not None:
         assert torch.equal(found[0][target == -100], torch.zeros(int((target == -100).sum()), 16).bfloat16())
+
+
+@pytest.mark.parametrize("blocks", [132 * 16, 132 * 3, 7])
+@pytest.mark.parametrize("tokens", [1, 4, 5, 37, 128, 500, 512, 513, 4000])
+@pytest.mark.parametrize("vocabulary", [1, 17, 128256])
+def test_every_logit_has_one_thread(vocabulary: int, tokens: int, blocks: int) -> None:
+    width, columns, parts = divergence.cut(vocabulary, tokens, blocks)
+    assert divergence._THREADS % width == 0
+    assert (columns - 1) * width * divergence._TOKENS < tokens <= columns * width * divergence._TOKENS
+    assert 1 <= parts <= max(1, blocks // columns)
+    assert (parts - 1) * (divergence._THREADS // width) < vocabulary  # none is without classes
+
+
+def _logits(
+    input: Tensor, weight: Tensor, bias: Tensor | None, held: Tensor, *, scale: float, softcap: float | None,
+    temperature: float,
+) -> Tensor:
+    """What the product leaves, from whole logits."""
+    assert input.dtype == weight.dtype
+    z = input.float() @ weight.float().T
+    if bias is not None:
+        z = z + bias.float().clamp(min=MASKED)
+    z = z * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature * math.log2(math.e)
+    held.copy_(z.T)
+    return (z * math.log(2.0)).logsumexp(1) / math.log(2.0)
+
+
+def _compared(config: Comparison) -> Any:
+    """What compares two models' logits, all at once."""
+
+    def run(
+        q: Tensor, p: Tensor, q_lse: Tensor, p_lse: Tensor, sums: Tensor | None, upstream: Tensor | None,
+        kl: Tensor | None, out: Tensor | None, teacher: float, student: float, chain: float, width: int, columns: int,
+        parts: int,
+    ) -> None:
+        assert (sums is not None, out is not None) == (config.loss, config.gradient is not None)
+        assert (kl is not None) == (out is not None and not config.loss)
+        log_q, log_p = ((x - y) * math.log(2.0) for x, y in ((q, q_lse), (p, p_lse)))
+        log_m = {0.0: log_q, 1.0: log_p}.get(config.beta)  # type: ignore[arg-type]
+        if log_m is None:
+            log_m = torch.logaddexp(log_p + math.log(teacher), log_q + math.log(student))
+        of_p, of_q = ((x.exp() * (x - log_m)).sum(0) for x in (log_p, log_q))
+        if sums is not None:
+            found = {0.0: (of_p,), 1.0: (of_q,)}.get(config.beta, (of_p, of_q))  # type: ignore[arg-type]
+            assert sums.shape == (len(found), parts, q.shape[1])
+            for plane, one in zip(sums, found, strict=True):
+                plane.copy_((one / parts).expand_as(plane))
+        if out is not None:
+            assert upstream is not None
+            assert out.dtype == config.gradient
+            assert out.stride(0) % 4 == 0
+            assert out.data_ptr() % 8 == 0
+            g = log_q.exp() - log_p.exp()
+            if config.beta != 0.0:
+                assert kl is not None
+                g = log_q.exp() * (log_q - log_m - kl) * (1.0 if config.beta == 1.0 else student)
+            out.copy_(torch.where(upstream == 0.0, 0.0, g * upstream * chain))
+
+    return run
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, False), (False, True, False), (False,) * 3])
+@pytest.mark.parametrize(
+    ("tokens", "budget", "options"),
+    [
+        (9, 1024, {"beta": 0.0}),
+        (9, 1024, {"beta": 1.0, "student_bias": True, "teacher_bias": True, "temperature": 0.7}),
+        (40, 1024, {"beta": 0.3, "student_logit_scale": -0.5, "teacher_softcap": 3.0, "reduction": "none"}),
+        (40, 0.005, {"beta": 0.5, "accum_dtype": torch.float32}),  # chunks of tokens that begin anywhere
+        (40, 0.005, {"beta": 0.0, "student_bias": True}),
+    ],
+)
+def test_divergences(
+    tokens: int, budget: float, options: dict[str, Any], needs: tuple[bool, ...], dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(divergence, "logits", _logits)
+    monkeypatch.setattr(divergence, "kernel", _compared)
+    monkeypatch.setattr(divergence, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(divergence.CuteDivergence, "scale_rows", staticmethod(_scaled))
+    monkeypatch.setattr(launch, "scaled", scaled)
+    made = torch.Generator().manual_seed(0)
+    options, called = dict(options), get_op("jsd")
+    student, teacher = ((torch.randn(50, h, generator=made) / h**0.5).to(dtype) for h in (16, 24))
+    input, other = (torch.randn(tokens, h, generator=made).to(dtype) for h in (16, 24))
+    target = torch.randint(0, 50, (tokens,), generator=made)
+    target[2] = -100
+    input[2] = other[2] = torch.nan
+    for name in ("student_bias", "teacher_bias"):
+        if name in options:
+            options[name] = torch.rand(50, generator=made)
+            options[name][7] = -torch.inf if "teacher_bias" in options else -3.0
+    args = dataclasses.replace(called.request(input, student, other, teacher, target, **options).args, needs=needs)
+    kernel = registry.get_backend("cutedsl").kernels["jsd"]
+    bias = None if args.student_bias is None else args.student_bias.clone().requires_grad_()
+    wide = dataclasses.replace(
+        args, student_input=input.float().requires_grad_(), student_weight=student.float().requires_grad_(),
+        student_bias=bias, teacher_input=other.float(), teacher_weight=teacher.float(), compute_dtype=torch.float32,
+        teacher_compute_dtype=torch.float32,
+    )  # fmt: skip
+    if bias is not None and args.teacher_bias is not None:  # 0 * inf: in the reference a finite bias masks
+        bias.data.clamp_(min=-1e4)
+        wide = dataclasses.replace(wide, teacher_bias=args.teacher_bias.clamp(min=-1e4))
+    expected = called.rows(wide)[0]
+    assert expected is not None
+    by = torch.randn(tokens, generator=made) if args.row_scale is None else args.row_scale * 3
+    by = torch.where(target == -100, 0.0, by)
+    with headmux_budget(budget):
+        (loss,), residual = kernel.forward(args)
+        torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-5)
+        if not any(needs):
+            assert residual is None
+            return
+        whole = args.row_scale is not None
+        found = kernel.backward(args, residual, Upstream((by,), torch.tensor(3.0) if whole else None))
+    wanted = (wide.student_input, wide.student_weight, *([] if bias is None else [bias]))
+    right = torch.autograd.grad(expected, wanted, by)
+    for need, one, other_one in zip(needs, found, right, strict=False):
+        assert (one is not None) == need
+        if one is not None:
+            atol = 1.5e-2 * float(other_one.abs().max())
+            torch.testing.assert_close(one.float(), other_one, rtol=2e-2, atol=atol)
+    if found[0] is not None:
+        assert not found[0][2].any()

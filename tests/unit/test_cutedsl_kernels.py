@@ -18,8 +18,9 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
-from headmux.backends.cutedsl import build, exponentials, scalars
-from headmux.backends.cutedsl.build import Config, Scaling
+from headmux.backends.common.head import MASKED
+from headmux.backends.cutedsl import build, diverge, divergence, exponentials, scalars
+from headmux.backends.cutedsl.build import Comparison, Config, Kind, Scaling
 from headmux.backends.cutedsl.forward import tiled_mma
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
 
@@ -120,6 +121,37 @@ def test_exponentials_become_probabilities_and_labels_p_minus_1() -> None:
     torch.testing.assert_close(out[:, 1].double() * stored, rest, rtol=2e-6, atol=1e-37)
 
 
+@cute.jit
+def _against(sets: cute.Tensor, teacher: Float32, student: Float32, out: cute.Tensor):
+    for i in range(sets.shape[0]):
+        log_q, log_p = sets[i, 0], sets[i, 1]
+        of_q, of_p = scalars.against_mixture(log_q, log_p, log_q - log_p, teacher, student)
+        out[i, 0] = of_q
+        out[i, 1] = of_p
+        out[i, 2] = scalars.gradient(log_q, log_q - log_p, teacher, student, Float32(0.5), Float32(0.25))
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 1 - 2**-10])
+def test_parts_of_a_divergence(beta: float) -> None:
+    logs = torch.tensor([0.0, -0.001, -1.5, -17.0, -126.0, -1e4, MASKED, scalars.LOWEST])
+    sets = torch.cartesian_prod(logs, logs)
+    out = torch.zeros(len(sets), 3)
+    shares = Float32(beta), Float32(1 - beta)
+    cute.compile(_against, from_dlpack(sets), *shares, from_dlpack(out))(
+        from_dlpack(sets), beta, 1 - beta, from_dlpack(out)
+    )
+    assert out.isfinite().all()
+    log_q, log_p = sets.double().unbind(1)
+    q, p = torch.exp2(log_q), torch.exp2(log_p)
+    log_m = torch.logaddexp2(log_p + math.log2(beta), log_q + math.log2(1 - beta))
+    right = torch.stack([q * (log_q - log_m), p * (log_p - log_m), q * ((log_q - log_m) * 0.5 + 0.25)], 1)
+    torch.testing.assert_close(out.double(), right, rtol=2e-6, atol=3e-7)
+
+
+def test_sizes_of_the_comparison_are_known_without_the_compiler() -> None:
+    assert (divergence._THREADS, divergence._TOKENS) == (diverge.THREADS, diverge.TOKENS)
+
+
 def test_transposed_matrices_lie_as_the_copy_takes_them() -> None:
     places: dict[tuple[int, int], int] = {}
 
@@ -178,12 +210,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[Kind]:
     """Configurations that get compiled from now on."""
-    built: list[Config] = []
+    built: list[Kind] = []
     real = build.compiled
 
-    def compiled(config: Config, options: str = "") -> Any:
+    def compiled(config: Kind, options: str = "") -> Any:
         built.append(config)
         return real(config, options)
 
@@ -226,11 +258,12 @@ def test_no_folder_to_write_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_names_of_entries_tell_configurations_and_sources_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     several = (
         PLAIN, Config(torch.float16), Config(torch.bfloat16, entropy=True), Config(torch.bfloat16, keep=True),
-        Scaling(torch.bfloat16, True),
+        Config(torch.bfloat16, store=True), Scaling(torch.bfloat16, True), Comparison(0.0, True, None),
+        Comparison(None, True, None),
     )
     names = {build._digest(c) for c in several}
     monkeypatch.setattr(build, "_fingerprint", lambda: "other sources")
-    assert len({*names, build._digest(PLAIN)}) == 6
+    assert len({*names, build._digest(PLAIN)}) == len(several) + 1
 
 
 def test_nothing_is_built_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,11 +284,32 @@ def test_arguments_are_checked_before_a_launch(cache: Path) -> None:
         )
 
 
+def test_arguments_of_jsd_are_taken_as_they_are_launched(cache: Path) -> None:
+    rows, held, lse = torch.zeros(8, 64).bfloat16(), torch.zeros(5, 16)[:, :8], torch.zeros(8)
+    launches: dict[Kind, tuple[Any, ...]] = {
+        Config(torch.bfloat16, store=True): (
+            rows, rows[:5], None, None, None, torch.zeros(2, 8), None, lse, None, held, *[None] * 4, 1.0, 1.0, 0, 0, 1,
+            1, 1, 1, 1,
+        ),
+        Comparison(0.0, True, torch.bfloat16): (
+            held, held, lse, lse, torch.zeros(1, 3, 8), lse, None, held.bfloat16(), 0.0, 1.0, 1.0, 2, 1, 3
+        ),
+    }
+    for config, arguments in launches.items():
+        with pytest.raises(ValueError, match="expected device_type=cuda"):
+            build.kernel(config)(*arguments)
+
+
 @pytest.mark.parametrize(
     "config",
-    [PLAIN, Config(torch.float16, True, True, True, True), Config(torch.bfloat16, True, per_token=True, keep=True)],
+    [
+        PLAIN,
+        Config(torch.float16, True, True, True, True),
+        Config(torch.bfloat16, True, per_token=True, keep=True),
+        Config(torch.bfloat16, True, softcap=True, store=True),
+    ],
 )
-def test_no_kernel_spills(config: Config) -> None:
+def test_no_product_spills(config: Config) -> None:
     compile = pytest.importorskip("headmux.backends.cutedsl.compile")
     try:
         found = {one.kernel: one for one in compile.resources(config)}
@@ -265,3 +319,23 @@ def test_no_kernel_spills(config: Config) -> None:
     assert all(one.stack == 0 and one.shared <= compile.MOST_SHARED for one in found.values())
     assert found["logits"].products == 8  # all of the wide kind: four of a first stage, four of the others
     assert found["merge"].products == 0
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Comparison(None, True, None),
+        Comparison(None, False, torch.float16),
+        Comparison(0.0, True, torch.bfloat16),
+    ],
+)
+def test_no_comparison_spills_or_has_too_many_registers_for_its_thread_blocks(config: Comparison) -> None:
+    compile = pytest.importorskip("headmux.backends.cutedsl.compile")
+    try:
+        (found,) = compile.resources(config)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert found.stack == 0
+    if config.loss:  # all run at one time
+        blocks = divergence.BLOCKS[True, config.gradient is not None]
+        assert -(-found.registers // 8) * 8 * diverge.THREADS * blocks <= 2**16
