@@ -20,8 +20,8 @@ from headmux.backends.cutedsl.statistics import aligned, logits
 if TYPE_CHECKING:
     from headmux.ops.jsd import JSDArgs
 
-BLOCKS = {(True, False): 4, (True, True): 3, (False, True): 16}
-"""Thread blocks of a multiprocessor, for sums, for both, for the gradient: with sums, as many as run at one time."""
+BLOCKS = {(True, False): 2, (True, True): 2, (False, True): 16}
+"""Thread blocks of a multiprocessor, for sums, for both, for the gradient. Sums of few, long walks merge faster."""
 
 _THREADS, _TOKENS = 256, 4  # as headmux.backends.cutedsl.diverge has them
 _WIDEST = 128  # threads side by side: 2 KiB of a row

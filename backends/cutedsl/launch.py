@@ -34,6 +34,8 @@ def scaled(
     scalar = upstream.scalar.reshape(1).to(torch.float32)
     with torch.cuda.device(scalar.device):
         for g in wanted:
-            if g is not None and g.shape[0]:
+            if g is not None and g.dim() == 1:  # of a bias
+                g.mul_(upstream.scalar)
+            elif g is not None and g.shape[0]:
                 kernel(Scaling(g.dtype, False))(g, scalar, g, min(_BLOCKS, g.shape[0]))
     return wanted

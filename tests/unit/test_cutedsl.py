@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,9 +17,8 @@ from torch import Tensor
 from headmux import get_op, registry
 from headmux.backends.common.budget import budget as headmux_budget
 from headmux.backends.common.head import MASKED
-from headmux.backends.common.residual import scaled
 from headmux.backends.cutedsl import divergence, flce, launch, linear_logp, softmax, statistics
-from headmux.backends.cutedsl.build import Comparison
+from headmux.backends.cutedsl.build import Comparison, Scaling
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
 from headmux.contract import Upstream
 
@@ -264,9 +264,14 @@ def _exponentials(
     return tuple(torch.where(counts == 0, 0.0, rows) for rows in (lse, logit, factors))  # type: ignore[return-value]
 
 
-def _scaled(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
-    found = torch.where(factors[:, None] == 0, 0.0, states * factors[:, None])
-    return (torch.empty_like(states) if out is None else out).copy_(found)
+def _scaling(config: Scaling) -> Callable[..., None]:
+    def run(rows: Tensor, factors: Tensor, out: Tensor, blocks: int) -> None:
+        assert rows.dim() == out.dim() == 2
+        assert factors.shape == (rows.shape[0] if config.each else 1,)
+        by = factors[:, None] if config.each else factors
+        out.copy_(torch.where(by == 0, 0.0, rows * by) if config.each else rows * by)
+
+    return run
 
 
 @pytest.mark.parametrize("tokens", [9, 40])  # fewer than H, and more
@@ -286,8 +291,8 @@ def test_gradients(
 ) -> None:
     monkeypatch.setattr(softmax, "statistics", plain)
     monkeypatch.setattr(softmax, "exponentials", _exponentials)
-    monkeypatch.setattr(softmax.CuteSoftmax, "scale_rows", staticmethod(_scaled))
-    monkeypatch.setattr(launch, "scaled", scaled)
+    monkeypatch.setattr(launch, "kernel", _scaling)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     made = torch.Generator().manual_seed(0)
     weight = torch.randn(50, 16, generator=made).bfloat16()
     input = torch.randn(tokens, 16, generator=made).bfloat16()
@@ -408,8 +413,7 @@ def test_divergences(
     monkeypatch.setattr(divergence, "kernel", _compared)
     monkeypatch.setattr(divergence, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(divergence.CuteDivergence, "scale_rows", staticmethod(_scaled))
-    monkeypatch.setattr(launch, "scaled", scaled)
+    monkeypatch.setattr(launch, "kernel", _scaling)
     made = torch.Generator().manual_seed(0)
     options, called = dict(options), get_op("jsd")
     student, teacher = ((torch.randn(50, h, generator=made) / h**0.5).to(dtype) for h in (16, 24))
