@@ -40,7 +40,7 @@ def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 class Inputs:
-    """The tensors of one shape. Logits are N(0, 1), so that exponentials against a guess always fit.
+    """The tensors of one shape. Logits are N(0, 1), so that exponentials against the label's always fit.
 
     Attributes:
         device: Where they are.

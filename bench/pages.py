@@ -44,8 +44,8 @@ states [N, H], from `python -m headmux.bench kernels`, with the small launches t
 of logits and states that it has to read and write, and nothing else. **share** is its rate over that of a device copy
 that moves as many bytes, in the same rounds.
 
-- *look* reads logits for the statistics, *exponentiate* leaves exponentials in their place, its look at the first
-  classes and the settling at the labels included, *to_gradient* the gradient; *scale_rows* scales hidden states.
+- *look* reads logits for the statistics, *exponentiate* leaves exponentials in their place, the settling at the labels
+  included, *to_gradient* the gradient; *scale_rows* scales hidden states.
 - `jsd` (beta {BETA:g}) reads fp32 logits: *look_fp32* for the statistics, *diverge_sums* those of both models for the
   loss, *diverge_gradient* once more for the gradient.
 """

@@ -25,8 +25,8 @@ logger = logging.getLogger("headmux")
 ENTRY_POINT_GROUP = "headmux.backends"
 
 _BACKENDS = {
-    "triton": "headmux.backends.triton:backend",
     "cutedsl": "headmux.backends.cutedsl:backend",
+    "triton": "headmux.backends.triton:backend",
     "torch": "headmux.backends.torch:backend",
 }
 _BACKEND_ALIASES = {

@@ -184,15 +184,15 @@ def look(
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def exponentiate(
-    S, stride, n, V, labels, valid, bias, divisors, scale, inverse, guess, partials, rows, parts,
+    S, stride, n, V, labels, valid, dots, bias, divisors, scale, inverse, partials, rows, parts,
     EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """``rows`` classes of S become exponentials exp(z - m), in place, 0 where a token is not valid; ``partials``
     [2, parts, n] get m / log 2 and the sums of the exponentials but that of the label.
 
-    m is a token's ``guess`` [n], unless a logit lies so far above it that its exponential would not fit: then m is
-    raised to that logit, and what the program has stored for that token is scaled down. m / log 2 is an integer, so
-    that scaling is exact.
+    m is the logit at the label, of the raw logit in ``dots`` [n], which is never above the logsumexp, unless another
+    lies so far above it that its exponential would not fit: then m is raised to that logit, and what the program has
+    stored for that token is scaled down. m / log 2 is rounded to an integer, so that scaling is exact.
     """
     columns = tl.cdiv(n, BN)
     part = tl.program_id(0) // columns
@@ -204,15 +204,11 @@ def exponentiate(
     counted = here
     if valid is not None:
         counted = tl.load(valid + c, mask=here, other=0) != 0
-    label = tl.load(labels + c, mask=here, other=0)
-    mine = counted & (label >= low) & (label < high)
-    at_label = tl.load(S + label * stride + c, mask=mine, other=0.0).to(tl.float32)
-    at_label = tl.where(mine, _bits(at_label, _bias(bias, label, mine), 1.0, scale, None, inverse), _LOWEST)
+    label = tl.load(labels + c, mask=here, other=0).to(tl.int32)
+    dot = tl.load(dots + c, mask=counted, other=0.0)
+    top = tl.ceil(tl.maximum(_bits(dot, _bias(bias, label, counted), 1.0, scale, None, inverse), _LOWEST))
     if divisors is not None:
         inverse = inverse[None, :]
-    # every thread has read its label before another writes there
-    tl.debug_barrier()
-    top = tl.ceil(tl.load(guess + c, mask=counted, other=0.0) * _LOG2E)
     total = tl.zeros((BN,), tl.float32)
     for v in range(low, high, R):
         row = v + tl.arange(0, R)
@@ -232,23 +228,26 @@ def exponentiate(
             y = tl.maximum(y, _LOWEST)
         if valid is not None or not EVEN:
             y = tl.where(known, y, _LOWEST)
-        peak = tl.ceil(tl.max(y, 0))
-        higher = tl.where(here & (peak > top + _MOST_BITS), peak, top)
-        if tl.max((higher > top).to(tl.int32), 0) > 0:
-            share = tl.exp2(top - higher)
-            total *= share
-            top = higher
-            before = S + low.to(tl.int64) * stride + c
-            tl.debug_barrier()
-            for _ in range(low, v):
-                e = tl.load(before, mask=here, other=0.0).to(tl.float32)
-                tl.store(before, _rounded(e * share, S.dtype.element_ty), mask=here)
-                before += stride
-            tl.debug_barrier()
+        # few tiles have a label or such a logit
+        special = (tl.max(y, 0) > top + _MOST_BITS) | ((label - v).to(tl.uint32, bitcast=True) < R)
+        if tl.max(special.to(tl.int32), 0) > 0:
+            y = tl.where(row[:, None] == label[None, :], _LOWEST, y)
+            peak = tl.ceil(tl.max(y, 0))
+            higher = tl.where(here & (peak > top + _MOST_BITS), peak, top)
+            if tl.max((higher > top).to(tl.int32), 0) > 0:
+                share = tl.exp2(top - higher)
+                total *= share
+                top = higher
+                before = S + low.to(tl.int64) * stride + c
+                tl.debug_barrier()
+                for _ in range(low, v):
+                    e = tl.load(before, mask=here, other=0.0).to(tl.float32)
+                    tl.store(before, _rounded(e * share, S.dtype.element_ty), mask=here)
+                    before += stride
+                tl.debug_barrier()
         e = tl.exp2(y - top[None, :])
         tl.store(place, _rounded(e, S.dtype.element_ty), mask=mask)
         total += tl.sum(e, 0)
-    total = tl.maximum(total - tl.exp2(at_label - top), 0.0)
     at = partials + part.to(tl.int64) * n + c
     tl.store(at, top, mask=here)
     tl.store(at + parts.to(tl.int64) * n, total, mask=here)

@@ -21,8 +21,6 @@ from headmux.contract import Upstream
 
 # fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
 _FP16_UNIT = 64.0
-# classes whose logsumexp is what a token's exponentials are first measured against
-_GUESS_ROWS = 1024
 _TRITON = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -140,16 +138,14 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
     """
     vocabulary, count = raw.shape
     t, device = transform, raw.device
-    # never above the logsumexp of all classes, and where it is far below the largest logit, m is raised
-    guess = statistics(raw[:_GUESS_ROWS], t, Wanted())[0].lse
     cut = tuning(device).exponentiate.cut(raw)
     partials = torch.empty((2, cut.parts, count), dtype=torch.float32, device=device)
     found = torch.empty((6, count), dtype=torch.float32, device=device)
     tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps, "maxnreg": MOST_REGISTERS}
     with on_device(device):
         kernels.exponentiate[(cut.programs,)](
-            raw, raw.stride(0), count, vocabulary, labels.index, labels.valid, t.bias, t.divisors,
-            t.scale, t.inverse, guess, partials, cut.rows, cut.parts, **tiles,
+            raw, raw.stride(0), count, vocabulary, labels.index, labels.valid, dots, t.bias, t.divisors,
+            t.scale, t.inverse, partials, cut.rows, cut.parts, **tiles,
         )  # fmt: skip
         flags = {"ENTROPY": False, "SMOOTHED": False, "BEST": False}
         _combine(raw, t, cut, partials, found, labels, dots, None, None, EXPONENTIALS=True, **flags)

@@ -67,7 +67,7 @@ class TritonSoftmax(Softmax):
         assert held is not None
         labels, dots = self._at_labels(tokens)
         raw, transform = self._logits(tokens, held)
-        # fp16 has no room for exponentials against a guess, nor for products with them
+        # fp16 has no room for exponentials against what is not the largest logit, nor for products with them
         narrow = torch.float16 in (held.dtype, self.head.input.dtype)
         if self.wanted.proportional and not narrow and self.head.softcap is None:
             return exponentials(raw, transform, labels, dots)

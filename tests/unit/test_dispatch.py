@@ -114,7 +114,7 @@ def test_automatic_at_a_strong_level_hides_weaker_ones(make: Any, monkeypatch: p
 
 # ------------------------------------------------------------------------------------------------ 2: values
 
-AUTOMATIC = ["triton", "cutedsl", "torch"]
+AUTOMATIC = ["cutedsl", "triton", "torch"]
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ AUTOMATIC = ["triton", "cutedsl", "torch"]
         ("auto", AUTOMATIC),
         ("AUTO", AUTOMATIC),
         ("auto,torch", AUTOMATIC),
-        ("torch,auto", ["torch", "triton", "cutedsl"]),
+        ("torch,auto", ["torch", "cutedsl", "triton"]),
         ("cutedsl,auto", ["cutedsl", "triton", "torch"]),
     ],
 )
