@@ -77,7 +77,7 @@ def _divergence(*args: Any) -> Divergence:
 
 
 def _admit(*args: Any) -> tuple[Labels, Tensor]:
-    from headmux.backends.cutedsl.softmax import admit
+    from headmux.backends.cutedsl.launch import admit
 
     return admit(*args)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from headmux.backends.common.head import MASKED
 from headmux.backends.cutedsl.schedule import COLUMN
 
 ARCHITECTURE = "sm_90a"
@@ -83,7 +82,18 @@ class Comparison:
     gradient: torch.dtype | None
 
 
-Kind = Config | Scaling | Comparison
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sorting:
+    """What the machine code of ``headmux.backends.cutedsl.labels`` depends on.
+
+    Attributes:
+        ignores: Some labels may be ignored.
+    """
+
+    ignores: bool
+
+
+Kind = Config | Scaling | Comparison | Sorting
 
 SCALED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -113,6 +123,8 @@ def compiled(config: Kind, options: str = "") -> Any:
     options = f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}"
     if isinstance(config, Comparison):
         return _compare(config, options)
+    if isinstance(config, Sorting):
+        return _sort(config, options)
     return _forward(config, options) if isinstance(config, Config) else _scale(config, options)
 
 
@@ -161,6 +173,22 @@ def _compare(config: Comparison, options: str) -> Any:
         diverge, student, teacher, vector(), vector(), partials, vector(gradient is not None),
         vector(gradient is not None and not config.loss), out, *[Float32(1.0)] * 3, *[Int32(1)] * 3,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
+    )  # fmt: skip
+
+
+def _sort(config: Sorting, options: str) -> Any:
+    from cutlass import Boolean, Float32, Int32, Int64, cute
+
+    from headmux.backends.cutedsl.labels import Sort
+
+    tokens = cute.sym_int()
+
+    def vector(kind: Any, align: int) -> Any:
+        return cute.runtime.make_fake_compact_tensor(kind, (tokens,), assumed_align=align)
+
+    return cute.compile(
+        Sort(), vector(Int64, 8), vector(Int64, 8), vector(Boolean, 1) if config.ignores else None, vector(Float32, 4),
+        Int64(0), Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
     )  # fmt: skip
 
 
@@ -271,7 +299,5 @@ def _fingerprint() -> str:
     import tvm_ffi
 
     sources = [p.read_bytes() for p in sorted(Path(__file__).parent.glob("*.py"))]
-    facts = (
-        MASKED, ARCHITECTURE, platform.machine(), str(cutlass.CUDA_VERSION), cutlass.__version__, tvm_ffi.__version__
-    )
+    facts = (ARCHITECTURE, platform.machine(), str(cutlass.CUDA_VERSION), cutlass.__version__, tvm_ffi.__version__)
     return hashlib.sha256(b"\0".join([*sources, repr(facts).encode()])).hexdigest()

@@ -18,7 +18,7 @@ from multiprocessing import get_context
 import torch
 
 from headmux.backends.common import resources as common
-from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Comparison, Config, Kind, Scaling, compiled
+from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Comparison, Config, Kind, Scaling, Sorting, compiled
 
 MOST_SHARED = common.MOST_SHARED[90]
 """Bytes of shared memory that a thread block can have on Hopper."""
@@ -30,7 +30,7 @@ class Resources:
 
     Attributes:
         config: Its configuration.
-        kernel: ``"logits"``, ``"merge"``, ``"settle"``, ``"scale"`` or ``"diverge"``.
+        kernel: ``"guess"``, ``"logits"``, ``"merge"``, ``"settle"``, ``"scale"``, ``"sort"`` or ``"diverge"``.
         registers: Registers of a thread at launch.
         stack: Bytes of stack of a thread. Above 0, registers spill.
         shared: Bytes of shared memory of a thread block.
@@ -64,6 +64,8 @@ def configs() -> Iterator[Kind]:
         yield Comparison(beta, True, None)
     for kind, each in itertools.product(SCALED, (False, True)):
         yield Scaling(kind, each)
+    for ignores in (False, True):
+        yield Sorting(ignores)
 
 
 def resources(config: Kind) -> list[Resources]:
@@ -85,7 +87,8 @@ def resources(config: Kind) -> list[Resources]:
 
 
 def _kernel(symbol: str) -> str:
-    return next((name for name in ("logits", "settle", "scale", "diverge") if f"_{name}_" in symbol), "merge")
+    names = ("guess", "logits", "settle", "scale", "sort", "diverge")
+    return next((name for name in names if f"_{name}_" in symbol), "merge")
 
 
 def main() -> int:

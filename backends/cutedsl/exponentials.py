@@ -4,21 +4,20 @@ Where a token's gradient is a multiple of p - [j = y], it is one of e_j = exp(z_
 minus the sum of the others stands. A tile's exponentials, [tokens, classes] in registers, leave by way of shared
 memory, where they are transposed, into E [V, N].
 
-m is a token's guess, found from some classes before, unless a tile's logits lie so far above that their sum would not
-stay small: then it is raised to the largest of them, for this tile and for those that follow in its slot. ``used`` [V
-tiles, N] tells which m a tile used, and ``settle`` brings all to the largest. m / log 2 is an integer, so that this
-rounds nothing.
+m is a token's guess, the logit at its label, which is not above the logsumexp, unless a tile's logits lie so far above
+that their sum would not stay small: then it is raised to the largest of them, for this tile and for those that follow
+in its slot. ``used`` [V tiles, N] tells which m a tile used, and ``settle`` brings all to the largest. m / log 2 is an
+integer, so that this rounds nothing.
 """
 
 import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, range_constexpr
+from cutlass import Float32, Int32, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from headmux.backends.common.head import MASKED
-from headmux.backends.cutedsl import scalars
+from headmux.backends.cutedsl import labels, scalars
 from headmux.backends.cutedsl.fold import Fold
 from headmux.backends.cutedsl.schedule import COLUMN
 
@@ -34,13 +33,40 @@ BUFFERS = 2
 """Pieces of a warpgroup that may be on their way."""
 
 _WARP, _WARPGROUP = 32, 128
-_LN2, _LOG2E = math.log(2.0), math.log2(math.e)
+_LN2 = math.log(2.0)
 _SOME = 8
-_MOST = 2.0**40  # a tile's sum; what is multiplied with its inverse stays far inside fp32 and bf16
+MOST = 2.0**40
+"""The largest sum of a tile. What is multiplied with its inverse stays far inside fp32 and bf16."""
 
 
 class Exponentials(Fold):
     """The epilogue that leaves exponentials, and how slots become results."""
+
+    @cute.jit
+    def guess(
+        self,
+        token: Int32,
+        states: cute.Tensor,
+        weight: cute.Tensor,
+        bias: cute.Tensor | None,
+        target: cute.Tensor,
+        factors: cute.Tensor | None,
+        counts: cute.Tensor,
+        guess: cute.Tensor,
+        inner: Float32,
+        factor: Float32,
+    ):
+        """The logit at a token's label in units of log 2, rounded up, by a warp; 0 where the token does not count."""
+        top, scale, label = Float32(0.0), factor, Int32(target[token])
+        if counts[token] != 0.0:  # NaN, too, counts
+            y = labels.product(states, token, weight, label)
+            if const_expr(self.per_token):
+                scale = factors[token]
+            if const_expr(self.bias):
+                y = cute.math.fma(y, inner, bias[label])
+            top = cute.math.ceil(y * scale)
+        if cute.arch.lane_idx() == 0:
+            guess[token] = top
 
     @cute.jit
     def tops(self, rows: tuple, counts: cute.Tensor, guess: cute.Tensor):
@@ -50,10 +76,9 @@ class Exponentials(Fold):
             row = rows[r]
             top, counts_here = Float32(0.0), Int32(0)
             if row.there:
-                counts_here = Int32(1)
-                top = cute.math.ceil(guess[row.token] * _LOG2E)
-                if counts[row.token] == 0.0:  # NaN, too, counts
-                    counts_here, top = Int32(0), Float32(0.0)
+                top = guess[row.token]
+                if counts[row.token] != 0.0:  # NaN, too, counts
+                    counts_here = Int32(1)
             before = cute.arch.shuffle_sync(row.top, offset=cute.arch.lane_idx() // 4 * 4)
             tops.append(scalars.larger(top, before))
             counted.append(counts_here)
@@ -84,7 +109,7 @@ class Exponentials(Fold):
             if tops[2 + r] == 0:  # states that do not count may be NaN
                 for j in range_constexpr(pairs):
                     for q in range_constexpr(2):
-                        z[q, r, j] = Float32(MASKED)
+                        z[q, r, j] = Float32(scalars.LOWEST)
             mark = rows[r].label - first
             if mark >= 0 and mark < COLUMN and mark % 8 < 2:
                 found = Float32(0.0)
@@ -92,17 +117,17 @@ class Exponentials(Fold):
                     for q in range_constexpr(2):
                         if mark == 8 * j + q:
                             found = z[q, r, j]
-                            z[q, r, j] = Float32(MASKED)
+                            z[q, r, j] = Float32(scalars.LOWEST)
                 logit[rows[r].token] = found * scales[r]
 
         found = cute.make_rmem_tensor((2, pairs), Int32)
         top, top2 = tops[0], tops[1]
         total, total2 = self._powers(z, scales, top, top2, found)
-        if cute.arch.vote_any_sync(total > _MOST or total2 > _MOST):
+        if cute.arch.vote_any_sync(total > MOST or total2 > MOST):
             peaks = [cute.math.ceil(scalars.peak(z, r) * scales[r]) for r in range(2)]
-            if total > _MOST:
+            if total > MOST:
                 top = peaks[0]
-            if total2 > _MOST:
+            if total2 > MOST:
                 top2 = peaks[1]
             total, total2 = self._powers(z, scales, top, top2, found)
         for r in range_constexpr(2):

@@ -7,7 +7,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr, range_constexpr
 
-from headmux.backends.common.head import MASKED
 from headmux.backends.cutedsl import scalars
 from headmux.backends.cutedsl.schedule import COLUMN
 
@@ -81,8 +80,8 @@ class Fold:
     def transformed(
         self, z: cute.Tensor, rows: tuple, bias: cute.Tensor | None, inner: Float32, column: Int32, vocabulary: Int32
     ):
-        """Products become logits, up to the factors of the two rows that are returned; where there is no column, masked
-        ones.
+        """Products become logits, up to the factors of the two rows that are returned; where there is no column,
+        such as are below every logit.
         """
         first = column + 2 * (cute.arch.lane_idx() % 4)
         pairs = cute.size(z, mode=[2])
@@ -107,7 +106,7 @@ class Fold:
                 for q in range_constexpr(2):
                     if first + 8 * j + q >= vocabulary:
                         for r in range_constexpr(2):
-                            z[q, r, j] = Float32(MASKED)
+                            z[q, r, j] = Float32(scalars.LOWEST)
         return scales
 
     @cute.jit

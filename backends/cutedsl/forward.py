@@ -28,7 +28,7 @@ _WARP, _WARPGROUP = 32, 128
 _CONSUMERS = TOKENS // 64
 _THREADS = (1 + _CONSUMERS) * _WARPGROUP
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
-_MERGE_WARPS = 4
+_TOKEN_WARPS = 4  # of a thread block, with a token each
 
 _SHARED_BYTES = 1024 + _STAGES * (TOKENS + COLUMN) * _DEPTH * 2
 _SETTLE_THREADS, _SETTLE_COLUMNS = 128, 8
@@ -94,10 +94,10 @@ class Forward:
         ``factor * (1 - 2 / (1 + 2 ** (inner * product + bias)))``. ``factor`` is above 0.
 
         Results of tokens whose target is ``ignore`` are 0, if ``ignores`` is not; ``logp`` is NaN where a target is out
-        of range. With ``keep`` all targets are in range, ``counts`` tells which do not count, and ``logp`` gets the
-        logits at the targets; ``held`` gets the exponentials of the others and what stands in place of the target's,
-        ``found`` what ``Exponentials.statistics`` says. With ``store`` there are no targets; ``held`` gets those
-        exponents in fp32, and ``lse`` is in units of log 2 too.
+        of range. With ``keep`` all targets are in range, ``counts`` tells which do not count, ``guess`` gets what
+        ``Exponentials.guess`` says, and ``logp`` the logits at the targets; ``held`` gets the exponentials of the
+        others and what stands in place of the target's, ``found`` what ``Exponentials.statistics`` says. With
+        ``store`` there are no targets; ``held`` gets those exponents in fp32, and ``lse`` is in units of log 2 too.
         """
         mma = tiled_mma(self.dtype)
         layout_a, layout_b = (_stages(self.dtype, rows) for rows in (TOKENS, COLUMN))
@@ -116,6 +116,12 @@ class Forward:
         )
         layout_e, atom_e, held_to = None, None, held
         if const_expr(self.keep):
+            self.guess(states, weight, bias, target, factors, counts, guess, inner, factor).launch(
+                grid=[cute.ceil_div(states.shape[0], _TOKEN_WARPS), 1, 1],
+                block=[_TOKEN_WARPS * _WARP, 1, 1],
+                min_blocks_per_mp=1,  # so that a thread has the registers for all of its loads
+                stream=stream,
+            )
             layout_e = exponentials.shared_layout(self.dtype, _CONSUMERS)
             atom_e, held_to = exponentials.copies(held, layout_e)
         blocks = cute.ceil_div(states.shape[0], TOKENS) // CLUSTER
@@ -135,8 +141,8 @@ class Forward:
             partials, target, logp, lse, entropy, counts, found, ignore, ignores, weight.shape[0], blocks, columns,
             group, period, last_period, slots, clusters,
         ).launch(
-            grid=[cute.ceil_div(states.shape[0], _MERGE_WARPS), 1, 1],
-            block=[_MERGE_WARPS * _WARP, 1, 1],
+            grid=[cute.ceil_div(states.shape[0], _TOKEN_WARPS), 1, 1],
+            block=[_TOKEN_WARPS * _WARP, 1, 1],
             stream=stream,
         )
         if const_expr(self.keep):
@@ -145,6 +151,24 @@ class Forward:
                 block=[_SETTLE_THREADS, 1, 1],
                 stream=stream,
             )
+
+    @cute.kernel
+    def guess(
+        self,
+        states: cute.Tensor,
+        weight: cute.Tensor,
+        bias: cute.Tensor | None,
+        target: cute.Tensor,
+        factors: cute.Tensor | None,
+        counts: cute.Tensor,
+        guess: cute.Tensor,
+        inner: Float32,
+        factor: Float32,
+    ):
+        """What the exponentials of a token are measured against at first, by a warp."""
+        token = cute.arch.block_idx()[0] * _TOKEN_WARPS + cute.arch.warp_idx()
+        if token < states.shape[0]:
+            self.fold.guess(token, states, weight, bias, target, factors, counts, guess, inner, factor)
 
     @cute.kernel
     def logits(
@@ -351,7 +375,7 @@ class Forward:
         clusters: Int32,
     ):
         """Results of a token by a warp, from its slots."""
-        token = cute.arch.block_idx()[0] * _MERGE_WARPS + cute.arch.warp_idx()
+        token = cute.arch.block_idx()[0] * _TOKEN_WARPS + cute.arch.warp_idx()
         if token < lse.shape[0]:
             block = token // (CLUSTER * TOKENS)
             slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, clusters)

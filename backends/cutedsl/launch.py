@@ -1,15 +1,28 @@
-"""Launches of ``Scale``."""
+"""Launches of ``Scale`` and ``Sort``."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from headmux.backends.common.labels import Labels
 from headmux.backends.common.residual import scaled as plain
-from headmux.backends.cutedsl.build import SCALED, Scaling, kernel
+from headmux.backends.cutedsl.build import SCALED, Scaling, Sorting, kernel
 from headmux.contract import Upstream
 
 _BLOCKS = 132 * 16
+
+
+def admit(
+    states: Tensor, target: Tensor, ignore_index: int | None, classes: int, dtype: torch.dtype
+) -> tuple[Labels, Tensor]:
+    """Labels in one launch, and the states as they are: kernels pass over what does not count. dtype is fp32."""
+    target = target.contiguous()
+    index, counts = torch.empty_like(target), torch.empty_like(target, dtype=dtype)
+    valid = None if ignore_index is None else torch.empty_like(target, dtype=torch.bool)
+    with torch.cuda.device(target.device):
+        kernel(Sorting(valid is not None))(target, index, valid, counts, ignore_index or 0, classes)
+    return Labels(index, valid, counts), states
 
 
 def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:

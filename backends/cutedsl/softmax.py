@@ -11,17 +11,9 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import MIB
-from headmux.backends.common.labels import Labels
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
 from headmux.backends.cutedsl.launch import scale_rows
 from headmux.backends.cutedsl.statistics import aligned, exponentials, statistics
-
-
-def admit(
-    states: Tensor, target: Tensor, ignore_index: int | None, classes: int, dtype: torch.dtype
-) -> tuple[Labels, Tensor]:
-    """Labels, and the states as they are: kernels pass over what does not count."""
-    return Labels.of(target, ignore_index, classes, dtype), states
 
 
 class CuteSoftmax(Softmax):
@@ -72,4 +64,7 @@ class CuteSoftmax(Softmax):
         self, held: Tensor, state: Tensor, statistics: Statistics, tokens: slice, by: Coefficients
     ) -> Tensor | None:
         """Nothing is left to do but to scale them."""
-        return (state * by.softmax * self.head.chain(tokens)).to(torch.float32)
+        factors, chain = state * by.softmax, self.head.chain(tokens)
+        if isinstance(chain, Tensor) or chain != 1.0:
+            factors = factors * chain
+        return factors.to(torch.float32)

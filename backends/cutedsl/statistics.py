@@ -127,24 +127,15 @@ def exponentials(
         p - [j = target] of what ``held`` has.
     """
     tokens, vocabulary = input.shape[0], weight.shape[0]
-    first = slice(0, _GUESS_ROWS)
-    # never above the logsumexp of all classes, and where it is far below the largest logit, m is raised
-    guess = statistics(
-        input, weight[first], None if bias is None else bias[first], target, ignore_index=None, scale=scale,
-        softcap=None, temperature=temperature,
-    ).lse  # fmt: skip
     found = Statistics(_per_token(input), _per_token(input), None)
     used = input.new_empty((-(-vocabulary // COLUMN), tokens), dtype=torch.float32)
     more = input.new_empty((3, tokens), dtype=torch.float32)
-    kept = [held, counts, guess, used, more]
+    kept = [held, counts, _per_token(input), used, more]
     _launch(
         input, weight, bias, target, found, kept, scale=scale, softcap=None, temperature=temperature,
         ignore_index=None, keep=True,
     )  # fmt: skip
     return found.lse, found.logp, more[2]
-
-
-_GUESS_ROWS = 1024
 
 
 def _per_token(like: Tensor) -> Tensor:
@@ -169,21 +160,22 @@ def _launch(
     tokens, hidden = input.shape
     vocabulary = weight.shape[0]
     inner, outer = _factors(scale, softcap, bias is not None)
+    padded = vocabulary + -vocabulary % COLUMN
+    shift = None
     if bias is not None:
-        bias = bias.to(torch.float32).clamp(min=MASKED) * inner
+        shift = input.new_empty(padded, dtype=torch.float32)  # what is beyond the vocabulary never matters
+        shift[:vocabulary].copy_(bias).clamp_(min=MASKED).mul_(inner)
     elif softcap is None and inner != 1.0:
-        bias = input.new_zeros(vocabulary, dtype=torch.float32)
-    if bias is not None:
-        bias = torch.nn.functional.pad(bias, (0, -vocabulary % COLUMN))
+        shift = input.new_zeros(padded, dtype=torch.float32)
     factors = outer * _LOG2E / temperature
     one, each = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
     slots, schedule = _schedule(tokens, vocabulary, hidden, input.device.index)
     entropy = found[2] is not None
     partials = input.new_empty((3 if entropy else 2, slots), dtype=torch.float32)
-    config = Config(input.dtype, bias is not None, softcap is not None, entropy, each is not None, keep, store)
+    config = Config(input.dtype, shift is not None, softcap is not None, entropy, each is not None, keep, store)
     with torch.cuda.device(input.device):
         kernel(config)(
-            aligned(input), aligned(weight), bias, None if target is None else target.contiguous(), each, partials,
+            aligned(input), aligned(weight), shift, None if target is None else target.contiguous(), each, partials,
             *found, *kept, inner, one, ignore_index or 0, int(ignore_index is not None), *schedule,
         )  # fmt: skip
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from headmux import get_op, registry
 from headmux.backends.common.budget import budget as headmux_budget
 from headmux.backends.common.head import MASKED
+from headmux.backends.common.labels import Labels
 from headmux.backends.cutedsl import divergence, flce, launch, linear_logp, softmax, statistics
-from headmux.backends.cutedsl.build import Comparison, Scaling
+from headmux.backends.cutedsl.build import Comparison, Scaling, Sorting
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
 from headmux.contract import Upstream
 
@@ -256,7 +257,7 @@ def _exponentials(
     z = z * scale / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     at = target[:, None]
     logit, lse = z.gather(1, at)[:, 0], z.logsumexp(1)
-    e = torch.exp(z - z[:, :20].logsumexp(1, keepdim=True))
+    e = torch.exp(z - logit[:, None])
     others = e.scatter(1, at, 0.0).sum(1)
     e = torch.where(counts[:, None] == 0, 0.0, e.scatter(1, at, -others[:, None]))
     held.copy_(e.T)
@@ -264,14 +265,43 @@ def _exponentials(
     return tuple(torch.where(counts == 0, 0.0, rows) for rows in (lse, logit, factors))  # type: ignore[return-value]
 
 
-def _scaling(config: Scaling) -> Callable[..., None]:
-    def run(rows: Tensor, factors: Tensor, out: Tensor, blocks: int) -> None:
+def _small(config: Scaling | Sorting) -> Callable[..., None]:
+    """What scales rows, and what sorts labels."""
+
+    def scale(rows: Tensor, factors: Tensor, out: Tensor, blocks: int) -> None:
         assert rows.dim() == out.dim() == 2
+        assert isinstance(config, Scaling)
         assert factors.shape == (rows.shape[0] if config.each else 1,)
         by = factors[:, None] if config.each else factors
         out.copy_(torch.where(by == 0, 0.0, rows * by) if config.each else rows * by)
 
-    return run
+    def sort(
+        target: Tensor, index: Tensor, valid: Tensor | None, counts: Tensor, ignore_index: int, classes: int
+    ) -> None:
+        assert isinstance(config, Sorting)
+        found = Labels.of(target, ignore_index if config.ignores else None, classes)
+        assert (valid is None) == (found.valid is None)
+        for out, one in ((index, found.index), (valid, found.valid), (counts, found.counts)):
+            if out is not None and one is not None:
+                assert (out.shape, out.dtype, out.is_contiguous()) == (one.shape, one.dtype, True)
+                out.copy_(one)
+
+    return scale if isinstance(config, Scaling) else sort
+
+
+@pytest.mark.parametrize("ignore_index", [None, -100, 3, 0])
+def test_labels_are_sorted_in_one_launch(ignore_index: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[Any] = []
+    monkeypatch.setattr(launch, "kernel", lambda config: launched.append(config) or _small(config))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    target, states = torch.tensor([0, 3, -100, 7, 50, -1, 3, 2**40])[::2], torch.empty(4, 16)
+    labels, found = launch.admit(states, target, ignore_index, 50, torch.float32)
+    assert found is states
+    assert launched == [Sorting(ignore_index is not None)]
+    right = Labels.of(target, ignore_index, 50)
+    assert torch.equal(labels.index, right.index)
+    torch.testing.assert_close(labels.counts, right.counts, rtol=0, atol=0, equal_nan=True)
+    assert (labels.valid is None) == (ignore_index is None)
 
 
 @pytest.mark.parametrize("tokens", [9, 40])  # fewer than H, and more
@@ -291,7 +321,7 @@ def test_gradients(
 ) -> None:
     monkeypatch.setattr(softmax, "statistics", plain)
     monkeypatch.setattr(softmax, "exponentials", _exponentials)
-    monkeypatch.setattr(launch, "kernel", _scaling)
+    monkeypatch.setattr(launch, "kernel", _small)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     made = torch.Generator().manual_seed(0)
     weight = torch.randn(50, 16, generator=made).bfloat16()
@@ -413,7 +443,7 @@ def test_divergences(
     monkeypatch.setattr(divergence, "kernel", _compared)
     monkeypatch.setattr(divergence, "_multiprocessors", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    monkeypatch.setattr(launch, "kernel", _scaling)
+    monkeypatch.setattr(launch, "kernel", _small)
     made = torch.Generator().manual_seed(0)
     options, called = dict(options), get_op("jsd")
     student, teacher = ((torch.randn(50, h, generator=made) / h**0.5).to(dtype) for h in (16, 24))

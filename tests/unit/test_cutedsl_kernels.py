@@ -19,8 +19,9 @@ from cutlass import Float32, Int32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from headmux.backends.common.head import MASKED
-from headmux.backends.cutedsl import build, diverge, divergence, exponentials, scalars
-from headmux.backends.cutedsl.build import Comparison, Config, Kind, Scaling
+from headmux.backends.common.labels import Labels
+from headmux.backends.cutedsl import build, diverge, divergence, exponentials, labels, scalars
+from headmux.backends.cutedsl.build import Comparison, Config, Kind, Scaling, Sorting
 from headmux.backends.cutedsl.forward import tiled_mma
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
 
@@ -119,6 +120,83 @@ def test_exponentials_become_probabilities_and_labels_p_minus_1() -> None:
     torch.testing.assert_close(out[:, 0].double(), lse, rtol=1e-6, atol=1e-5)
     rest = torch.exp2(top + others.log2() - lse)  # 1 - p
     torch.testing.assert_close(out[:, 1].double() * stored, rest, rtol=2e-6, atol=1e-37)
+
+
+@cute.jit
+def _with_guess(z: cute.Tensor, at: Int32, guess: Float32, used: cute.Tensor, e: cute.Tensor, out: cute.Tensor):
+    """What the kernels make of a token's logits [tiles, classes] in one slot; its label is in the first tile."""
+    most, sum = Float32(scalars.LOWEST), Float32(0.0)
+    exact = z[0, at]
+    z[0, at] = Float32(scalars.LOWEST)
+    for i in range(z.shape[0]):
+        top, peak = scalars.larger(guess, most), z[i, 0]
+        total, again = Float32(0.0), Float32(0.0)
+        for j in range(z.shape[1]):
+            peak = scalars.larger(peak, z[i, j])
+            total = total + scalars.exp2(z[i, j] - top)
+        if total > exponentials.MOST:
+            top = cute.math.ceil(peak)
+        for j in range(z.shape[1]):
+            e[i, j] = scalars.exp2(z[i, j] - top)
+            again = again + e[i, j]
+        used[i] = top
+        most, sum, _ = scalars.combine(most, sum, Float32(0.0), top, again, Float32(0.0), False)
+    for i in range(z.shape[0]):
+        if most > used[i]:
+            for j in range(z.shape[1]):
+                e[i, j] = e[i, j] * scalars.exp2(used[i] - most)
+    lse, factor = scalars.with_label(most, sum, sum, exact)
+    out[0], out[1], out[2] = lse, factor, sum
+
+
+@pytest.mark.parametrize("label", [-300.0, -45.0, 0.0, 45.0, 300.0])
+@pytest.mark.parametrize(
+    ("masked", "factor"),
+    [
+        *itertools.product(["none", "label", "tile", "others", "all"], [1.0, 1.4427, 1e3]),
+        *itertools.product(["label", "tile", "others"], [1e9]),  # then what is masked is -inf
+    ],
+)
+def test_a_guess_far_below_is_raised(masked: str, factor: float, label: float) -> None:
+    made = torch.Generator().manual_seed(2)
+    z = torch.randn(4, 8, generator=made) * 20
+    z[0, 3] = label
+    lost = torch.zeros(4, 8, dtype=torch.bool)
+    {"none": lost[:0], "label": lost[0, 3], "tile": lost[0], "others": lost, "all": lost}[masked].fill_(True)
+    if masked == "others":
+        lost[0, 3] = False
+    z[lost] = torch.tensor(MASKED) * factor
+    guess = float(z[0, 3].ceil())
+    right = z.double().clamp(min=scalars.LOWEST)
+    used, e, out = torch.zeros(4), torch.zeros(4, 8), torch.zeros(3)
+    args = (z, used, e, out)
+    run = cute.compile(_with_guess, from_dlpack(z), Int32(3), Float32(guess), *map(from_dlpack, args[1:]))
+    run(from_dlpack(z), 3, guess, *map(from_dlpack, args[1:]))
+    assert all(one.isfinite().all() for one in (used, e, out))
+    assert e.max() <= exponentials.MOST
+    e[0, 3] = -out[2]
+    p = torch.softmax(right.flatten() * math.log(2.0), 0).view(4, 8)
+    p[0, 3] = -(p.sum() - p[0, 3])
+    torch.testing.assert_close(e.double() * out[1], p, rtol=1e-5, atol=1e-12)
+    lse = torch.logsumexp(right.flatten() * math.log(2.0), 0) / math.log(2.0)
+    torch.testing.assert_close(out[0].double(), lse, rtol=1e-6, atol=1e-5)
+
+
+@cute.jit
+def _sort(target: cute.Tensor, classes: Int32, index: cute.Tensor, counts: cute.Tensor):
+    for i in range(target.shape[0]):
+        index[i], counts[i] = labels.sort(target[i], classes)
+
+
+@pytest.mark.parametrize("classes", [1, 5, 128256])
+def test_sorted_labels(classes: int) -> None:
+    target = torch.tensor([0, 1, 4, 5, -1, -100, 128255, 2**31, 2**32 + 1, -(2**63), 2**63 - 1])
+    index, counts = torch.empty_like(target), torch.empty(len(target))
+    rows = [from_dlpack(one) for one in (target, index, counts)]
+    cute.compile(_sort, rows[0], Int32(1), *rows[1:])(rows[0], classes, *rows[1:])
+    right = Labels.of(target, None, classes)
+    assert torch.equal(index, right.index)
+    torch.testing.assert_close(counts, right.counts, rtol=0, atol=0, equal_nan=True)
 
 
 @cute.jit
@@ -259,7 +337,7 @@ def test_names_of_entries_tell_configurations_and_sources_apart(monkeypatch: pyt
     several = (
         PLAIN, Config(torch.float16), Config(torch.bfloat16, entropy=True), Config(torch.bfloat16, keep=True),
         Config(torch.bfloat16, store=True), Scaling(torch.bfloat16, True), Comparison(0.0, True, None),
-        Comparison(None, True, None),
+        Comparison(None, True, None), Sorting(True), Sorting(False),
     )
     names = {build._digest(c) for c in several}
     monkeypatch.setattr(build, "_fingerprint", lambda: "other sources")
@@ -282,6 +360,22 @@ def test_arguments_are_checked_before_a_launch(cache: Path) -> None:
             x, x, None, torch.zeros(8, dtype=torch.int64), None, torch.zeros(2, 8), *rows, *[None] * 6, 1.0, 1.0,
             0, 0, 1, 1, 1, 1, 1,
         )
+
+
+def test_arguments_of_gradients_are_taken_as_they_are_launched(cache: Path) -> None:
+    rows, held = torch.zeros(8, 64).bfloat16(), torch.zeros(5, 16).bfloat16()[:, :8]
+    target, each = torch.zeros(8, dtype=torch.int64), torch.zeros(8)
+    launches: dict[Kind, tuple[Any, ...]] = {
+        Config(torch.bfloat16, True, per_token=True, keep=True): (
+            rows, rows[:5], torch.zeros(COLUMN), target, each, torch.zeros(2, 8), each, each, None, held, each, each,
+            torch.zeros(1, 8), torch.zeros(3, 8), 1.0, 1.0, 0, 0, 1, 1, 1, 1, 1,
+        ),
+        Sorting(True): (target, target, target.bool(), each, -100, 5),
+        Sorting(False): (target, target, None, each, 0, 5),
+    }
+    for config, arguments in launches.items():
+        with pytest.raises(ValueError, match="expected device_type=cuda"):
+            build.kernel(config)(*arguments)
 
 
 def test_arguments_of_jsd_are_taken_as_they_are_launched(cache: Path) -> None:
@@ -315,7 +409,7 @@ def test_no_product_spills(config: Config) -> None:
         found = {one.kernel: one for one in compile.resources(config)}
     except FileNotFoundError as error:
         pytest.skip(str(error))
-    assert set(found) == {"logits", "merge", *(["settle"] if config.keep else [])}
+    assert set(found) == {"logits", "merge", *(["guess", "settle"] if config.keep else [])}
     assert all(one.stack == 0 and one.shared <= compile.MOST_SHARED for one in found.values())
     assert found["logits"].products == 8  # all of the wide kind: four of a first stage, four of the others
     assert found["merge"].products == 0
