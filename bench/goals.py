@@ -54,11 +54,13 @@ _TO_4096, _TO_8192 = (1024, 2048, 4096), (1024, 2048, 4096, 8192)
 GOALS = (
     Goal("flce", "headmux-triton", _TO_4096, 1.03, 64),
     Goal("flce", "headmux-triton", (8192, 16384), 1.05, 320),
+    Goal("flce", "headmux-cutedsl", _TO_4096, 1.02, 64),
     Goal("flce", "headmux-torch", _TO_4096, 1.15, 128),
     Goal("flce", "headmux-triton", (4096,), 1.06, 64, variant="rows"),
     Goal("jsd", "headmux-triton", _TO_8192, 1.20, 560),
     Goal("jsd", "headmux-cutedsl", _TO_8192, 1.12, 560),
     Goal("linear_logp", "headmux-triton", (4096,), 1.06, 64),
+    Goal("linear_logp", "headmux-cutedsl", _TO_4096, 1.05, 64),
     Goal("linear_logp", "headmux-triton", _TO_8192, 1.06, 512, variant="nograd"),
     Goal("linear_logp", "headmux-cutedsl", _TO_8192, 1.06, 8, variant="nograd"),
     Goal("flce", "headmux-triton", (1024, 4096), 1.03, 64, dtype="float32"),

@@ -91,8 +91,9 @@ def _devices(sources: Iterable[Source]) -> dict[str, list[Source]]:
 
 
 def _newest(sources: Sequence[Source]) -> list[Record]:
-    """The newest record of each key, of files of one device."""
-    return list({r.key: r for source in sources for r in source.records}.values())
+    """The newest record of each key, of files of one device; of equal sizes, those of no particular model."""
+    records = sorted((r for source in sources for r in source.records), key=lambda r: not r.model)
+    return list({r.key: r for r in records}.values())
 
 
 # ------------------------------------------------------------------------------------------------ pictures
@@ -290,7 +291,7 @@ def summary(sources: Sequence[Source], pages: str = "docs/performance.md", image
         lines.append("")
         shown.append((case[0], ahead(case) or ""))
     first = shown[0][0]
-    header = next(s.results.header for s in reversed(mine) if any(r.key == first.key for r in s.records))
+    header = next(s.results.header for s in reversed(mine) if any(r is first for r in s.records))
     head = textwrap.fill(
         f"Measured on {device} with torch {header.get('torch')} at commit {header.get('commit')}, {first.dtype}, "
         f"N={first.n} H={first.h} V={first.v}, forward and backward. The floor is the op's matrix products alone. Of "
