@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import current
 from headmux.backends.common.head import Chunk, Gradients, Head, ScaleRows, scale_rows
-from headmux.backends.common.plan import Plan, pieces
+from headmux.backends.common.plan import Plan, even, pieces
 from headmux.backends.common.storage import capacity, padded, rows_of, workspace
 
 Fill = Callable[[slice, Tensor], "Tensor | None"]
@@ -28,7 +29,7 @@ class Chunks:
     """Places for the tokens of one call.
 
     Attributes:
-        plan: Its ``chunk`` is the size of chunks in the buffer.
+        plan: Its ``chunk`` is how many tokens the buffer holds at most.
         inside: How many tokens, from the first on, are held inside grad_weight.
     """
 
@@ -68,7 +69,7 @@ class Chunks:
         count = self._tokens - first
         if not count:
             return
-        chunk = min(self.plan.chunk, count)
+        chunk = even(count, self.plan.chunk)
         buffer = self._head.input.new_empty(self.plan.vocabulary * padded(chunk), dtype=self._held_dtype)
         for piece in pieces(count, chunk):
             size = piece.stop - piece.start
@@ -91,7 +92,7 @@ class Chunks:
         sums = Gradients(self._head, needs, self._dtypes, total, self.plan, self._scale_rows)
         places = [] if held is None else [(slice(0, self.inside), held)]
         ready = []
-        for tokens, place in (*places, *self.outside(self.inside)):
+        for tokens, place in chain(places, self.outside(self.inside)):  # the buffer is made when it is needed
             ready.append(Chunk(tokens, place, fill(tokens, place)))
             if self._once and place is held and tokens.stop < self._tokens:
                 continue

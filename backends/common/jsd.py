@@ -18,7 +18,7 @@ from torch import Tensor
 from headmux.backends.common.chunks import Chunks
 from headmux.backends.common.head import Head, ScaleRows, scale_rows
 from headmux.backends.common.labels import counted
-from headmux.backends.common.plan import Plan, pieces, plan
+from headmux.backends.common.plan import Plan, even, pieces, plan
 from headmux.backends.common.residual import Scale, scaled
 from headmux.backends.common.storage import padded
 from headmux.contract import Kernel, Requirement, Upstream
@@ -32,7 +32,7 @@ class Divergence(ABC):
 
     Attributes:
         wide: dtype of the logits.
-        plan: Its ``chunk`` is how many tokens' pairs of logits are held at once.
+        plan: Its ``chunk`` is how many tokens' pairs of logits are held at once, at most.
     """
 
     copies: int
@@ -89,33 +89,37 @@ class Divergence(ABC):
         args, dtype = self.args, self.student.dtype
         losses: list[Tensor] = []
         if upstream is None:
-            fill, places = self._fill(self.plan.chunk, None, losses), None
+            fill, places = self._fill(self.tokens, None, losses), None
             fill(slice(0, self.tokens), None)
         else:
             bias = args.student_weight if args.student_bias is None else args.student_bias
             dtypes = (args.student_input.dtype, args.student_weight.dtype, bias.dtype)
             places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, self.plan, self.scale_rows)
-            pairs = self.plan.chunk
             if places.inside < self.tokens:
                 # half of the pairs' room holds gradients that do not fit inside grad_weight: fewer, larger sums
-                pairs = max(1, pairs // 2)
-                held = pairs * 2 * self.wide.itemsize // dtype.itemsize
+                held = self._beyond * 2 * self.wide.itemsize // dtype.itemsize
                 cut = replace(self.plan, chunk=min(self.tokens, held))
                 places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut, self.scale_rows)
-            fill = self._fill(pairs, upstream, losses)
+            fill = self._fill(places.inside, upstream, losses)
         gradients = None if places is None else places.gradients(fill, args.needs)
         loss = torch.cat(losses) if len(losses) > 1 else losses[0]
         loss = loss.to(self.student.wide)
         return loss if self.valid is None else torch.where(self.valid, loss, 0.0), gradients
 
-    def _fill(
-        self, size: int, upstream: Tensor | None, losses: list[Tensor]
-    ) -> Callable[[slice, Tensor | None], None]:
-        room = self.vocabulary * padded(min(size, self.tokens))
-        student, teacher = (self.student.input.new_empty(room, dtype=self.wide) for _ in range(2))
+    @property
+    def _beyond(self) -> int:
+        """How many tokens' pairs are held at once where their gradients take half of the room."""
+        return max(1, self.plan.chunk // 2)
 
+    def _fill(
+        self, inside: int, upstream: Tensor | None, losses: list[Tensor]
+    ) -> Callable[[slice, Tensor | None], None]:
         def fill(tokens: slice, held: Tensor | None) -> None:
-            for piece in pieces(tokens.stop - tokens.start, size):
+            count = tokens.stop - tokens.start
+            size = even(count, self.plan.chunk if tokens.stop <= inside else self._beyond)
+            room = self.vocabulary * padded(size)
+            student, teacher = (self.student.input.new_empty(room, dtype=self.wide) for _ in range(2))
+            for piece in pieces(count, size):
                 here = slice(tokens.start + piece.start, tokens.start + piece.stop)
                 g = None if upstream is None else upstream[here]
                 losses.append(self.compare(here, student, teacher, g, None if held is None else held[:, piece]))

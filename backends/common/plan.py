@@ -15,7 +15,8 @@ _BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
 _LEAST_ROWS = 64
 # kept for each token of each block: two or three statistics, the logit at the label and its place
 _STATISTICS_BYTES = 24
-_CHUNK_UNIT = 64
+# tokens of whole tiles of a matrix product, or at least of half its smallest
+_CHUNK_UNITS = (256, 128, 64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Plan:
         row: Bytes of a widened weight row, 0 if rows are used as they are.
         wide: Bytes of a wide logit.
         tokens: Most tokens of a block.
-        chunk: Tokens whose logits are held whole, over the vocabulary, outside grad_weight.
+        chunk: Most tokens whose logits are held whole, over the vocabulary, outside grad_weight.
         vocabulary: V.
     """
 
@@ -83,10 +84,7 @@ def plan(
     # fewer tokens make blocks of more rows: the statistics of all blocks stay under a quarter of the budget
     most = max(1, min(most, math.isqrt(budget * block // (4 * wide_bytes * _STATISTICS_BYTES * vocabulary))))
     left = max(0, budget - copies * block)
-    chunk = _rounded(min(tokens, max(1, left // (vocabulary * held_bytes))), _CHUNK_UNIT)
-    if tokens > chunk:  # as few chunks, as even as can be
-        even = -(-tokens // -(-tokens // chunk))
-        chunk = min(chunk, -(-even // _CHUNK_UNIT) * _CHUNK_UNIT)
+    chunk = _rounded(min(tokens, max(1, left // (vocabulary * held_bytes))), _CHUNK_UNITS[-1])
     return Plan(block, hidden * wide_bytes if widened else 0, wide_bytes, most, max(1, chunk), vocabulary)
 
 
@@ -94,6 +92,15 @@ def pieces(total: int, size: int) -> Iterator[slice]:
     """Slices of ``size`` that cover ``range(total)``."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))
+
+
+def even(total: int, most: int) -> int:
+    """The size of as few pieces of at most ``most`` as can be, as even as whole tiles allow."""
+    if total <= most:
+        return max(1, total)
+    size = -(-total // -(-total // most))
+    rounded = (-(-size // unit) * unit for unit in _CHUNK_UNITS)
+    return next((found for found in rounded if found <= most), size)
 
 
 def _rounded(value: int, unit: int) -> int:

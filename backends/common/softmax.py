@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headmux.backends.common.budget import MIB
 from headmux.backends.common.chunks import Chunks
 from headmux.backends.common.head import Head, ScaleRows, scale_rows
 from headmux.backends.common.labels import Labels
@@ -118,6 +119,17 @@ class Softmax(ABC):
     @abstractmethod
     def prepare(self) -> None:
         """Set ``held_dtype``, and of how many blocks of logits, ``copies``, of which ``block_dtype`` there is room."""
+
+    def hold_as_operands(self) -> None:
+        """Hold logits in the operands' dtype, where their product leaves them; nothing of their size is held beside."""
+        self.held_dtype = self.block_dtype = self.head.dtype
+        self.copies = 1
+        # As few blocks as 64 MiB allow, with scaled states and partial statistics beside, but where chunks in a buffer
+        # follow, as many tokens as that can hold. Blocks of 16 MiB, of 2048 rows at 4096 tokens and H = 4096, are
+        # products of two waves of tiles each, smaller ones are slower.
+        states = self.head.input.numel() * self.held_dtype.itemsize
+        most = 48 * MIB - states if self.tokens <= self.hidden else 0
+        self.block_bytes = min(32 * MIB, max(16 * MIB, most))
 
     @abstractmethod
     def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Any]:

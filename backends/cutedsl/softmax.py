@@ -10,7 +10,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from headmux.backends.common.budget import MIB
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
 from headmux.backends.cutedsl.launch import scale_rows
 from headmux.backends.cutedsl.statistics import aligned, exponentials, statistics
@@ -22,7 +21,7 @@ class CuteSoftmax(Softmax):
     scale_rows = staticmethod(scale_rows)
 
     def prepare(self) -> None:
-        """Keep exponentials; nothing of their size is held beside."""
+        """Keep exponentials."""
         head = self.head
         self.head = replace(
             head,
@@ -30,11 +29,7 @@ class CuteSoftmax(Softmax):
             weight=aligned(head.weight),
             counts=None if self.labels.valid is None else self.labels.counts,
         )
-        self.held_dtype = self.block_dtype = head.dtype
-        self.copies = 1
-        # blocks of grad_weight as few as 64 MiB allow, with scaled states and tables beside
-        states = head.input.numel() * self.held_dtype.itemsize
-        self.block_bytes = min(32 * MIB, max(16 * MIB, 48 * MIB - states))
+        self.hold_as_operands()
 
     def statistics(self, first: int = 0) -> Statistics | None:
         """From a product that leaves nothing."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from headmux.backends.common.budget import MIB
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
 from headmux.backends.triton.launch import (
@@ -44,15 +43,10 @@ class TritonSoftmax(Softmax):
     scale_rows = staticmethod(scale_rows)
 
     def prepare(self) -> None:
-        """Keep raw logits; a block of them is all that is held beside."""
+        """Keep raw logits."""
         if self.labels.valid is not None:
             self.head = replace(self.head, counts=self.labels.counts)
-        self.held_dtype = self.block_dtype = self.head.dtype
-        self.copies = 1
-        # As few blocks as 64 MiB allow, with scaled states and partial statistics beside. Blocks of 16 MiB, of 2048
-        # rows at 4096 tokens and H = 4096, are products of two waves of tiles each, smaller ones are slower.
-        states = self.head.input.numel() * self.held_dtype.itemsize
-        self.block_bytes = min(32 * MIB, max(16 * MIB, 48 * MIB - states))
+        self.hold_as_operands()
 
     def statistics(self, first: int = 0) -> Statistics | None:
         """One chunk's logits at a time."""
