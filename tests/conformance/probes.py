@@ -410,7 +410,9 @@ def _no_waste(context: Context) -> None:
             (("bias",), 2 * forwards),
             (("weight",), 2 * forwards + 1),
         ):
-            roles = tuple(prefix + r for r in wanted)
+            roles = tuple(prefix + r for r in wanted if prefix + r in problem.roles)
+            if not roles:
+                continue
             tensors = oracles.leaves(problem, roles)
             with Watch(*tensors.values()) as watch:
                 oracles.evaluate(context.call, problem, tensors, roles=roles)
@@ -434,7 +436,7 @@ def _contract(context: Context) -> None:
         if extra and context.backend.reject(context.op.explain(**problem.tensors, **problem.options).call):
             problem = context.problem(options=options, bias=torch.float32, **fields)
         context.admit(problem)
-        present = [i for i, r in enumerate(_roles(context)) if problem.tensors[r] is not None]
+        present = [i for i, r in enumerate(_roles(context)) if r in problem.roles]
         for size in range(len(present) + 1):
             for wanted in itertools.combinations(present, size):
                 _kernel(context, problem, wanted, reduction)

@@ -4,7 +4,7 @@ Outcomes:
 
 - ``matched``: every error within its budget and every property held.
 - ``refused``: ``Backend.reject`` gave reasons, and the call raised ``UnsupportedCallError`` with exactly those. Where
-  they speak against gradients alone, values are compared without.
+  they speak against gradients alone, or a bias's alone, the rest is compared without.
 - ``known failure``: it failed, and the backend lists its id in ``known_failures``. If it does not fail, that is a
   failure.
 - ``failed``: anything else.
@@ -124,23 +124,26 @@ class Context:
     def problem(self, case: Case | None = None, *, forward: bool = False, **fields: Any) -> Problem:
         """The tensors of a case on this device.
 
-        With ``forward``, no gradients are asked of a backend that refuses them alone, once it is seen to refuse as it
-        should.
+        A backend that refuses the gradient of a bias alone is not asked for that, and with ``forward`` one that refuses
+        gradients alone for none, once it is seen to refuse as it should.
         """
         problem = build(self.case(**fields) if case is None else case, self.device)
-        if forward and self._forms_no_gradients(problem):
+        roles = self._roles(problem, forward)
+        if roles != problem.roles:
             with contextlib.suppress(Refused):
                 self.admit(problem)
-            problem.roles = ()
+            problem.roles = roles
         return problem
 
-    def _forms_no_gradients(self, problem: Problem) -> bool:
+    def _roles(self, problem: Problem, forward: bool) -> tuple[str, ...]:
+        """All roles, those but the bias's, or with ``forward`` none: the first that the backend accepts, or else all."""
+        fewer = tuple(r for r in problem.roles if not r.endswith("bias"))
         with oracles.context(problem):
-            with_gradients, without = (
-                self.op.explain(**oracles.leaves(problem, roles), **problem.options, impl=self.backend.name)
-                for roles in (None, ())
-            )
-        return with_gradients.chosen is None and without.chosen is not None
+            for roles in (problem.roles, fewer, *([()] if forward else [])):
+                leaves = oracles.leaves(problem, roles)
+                if self.op.explain(**leaves, **problem.options, impl=self.backend.name).chosen is not None:
+                    return roles
+        return problem.roles
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The op on this backend alone."""
