@@ -118,9 +118,9 @@ def kernel(config: Kind) -> Callable[..., None]:
     return found
 
 
-def compiled(config: Kind, options: str = "") -> Any:
+def compiled(config: Kind, options: str = "", architecture: str = ARCHITECTURE) -> Any:
     """Trace and compile a configuration, for a GPU that need not be there."""
-    options = f"--gpu-arch {ARCHITECTURE} --enable-tvm-ffi {options}"
+    options = f"--gpu-arch {architecture} --enable-tvm-ffi {options}"
     if isinstance(config, Comparison):
         return _compare(config, options)
     if isinstance(config, Sorting):

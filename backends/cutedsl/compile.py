@@ -1,4 +1,5 @@
-"""Compile every configuration for Hopper, without a GPU, and say what the kernels take.
+"""Compile every configuration for Hopper, and what is not a matrix product for Blackwell too, without a GPU, and say
+what the kernels take.
 
 ``python -m headmux.backends.cutedsl.compile`` fails if one spills or asks for more shared memory than there is. It
 needs the cuobjdump that comes with Triton, or one on the path.
@@ -29,6 +30,7 @@ class Resources:
     """What a kernel takes.
 
     Attributes:
+        architecture: What for.
         config: Its configuration.
         kernel: ``"guess"``, ``"logits"``, ``"merge"``, ``"settle"``, ``"scale"``, ``"sort"`` or ``"diverge"``.
         registers: Registers of a thread at launch.
@@ -37,6 +39,7 @@ class Resources:
         products: WGMMA instructions.
     """
 
+    architecture: str
     config: Kind
     kernel: str
     registers: int
@@ -46,7 +49,7 @@ class Resources:
 
     def __str__(self) -> str:
         facts = f"registers {self.registers:3}  stack {self.stack}  shared {self.shared:6}  wgmma {self.products}"
-        return f"{self.kernel:7}  {facts}  {self.config}"
+        return f"{self.architecture:7}  {self.kernel:7}  {facts}  {self.config}"
 
 
 def configs() -> Iterator[Kind]:
@@ -68,7 +71,15 @@ def configs() -> Iterator[Kind]:
         yield Sorting(ignores)
 
 
-def resources(config: Kind) -> list[Resources]:
+def targets() -> Iterator[tuple[Kind, str]]:
+    """Every configuration with each architecture that it is to compile for. Products are for exactly one."""
+    for config in configs():
+        yield config, ARCHITECTURE
+        if not isinstance(config, Config):
+            yield config, "sm_100a"
+
+
+def resources(config: Kind, architecture: str = ARCHITECTURE) -> list[Resources]:
     """Compile a configuration and read its kernels' resources from the machine code.
 
     Raises:
@@ -77,12 +88,12 @@ def resources(config: Kind) -> list[Resources]:
     from headmux.backends.cutedsl.forward import shared_bytes
 
     with tempfile.TemporaryDirectory() as folder:
-        cubin = compiled(config, f"--keep-cubin --dump-dir {folder}").__cubin__
+        cubin = compiled(config, f"--keep-cubin --dump-dir {folder}", architecture).__cubin__
     found = []
     for symbol, one in common.usage(cubin, code=True).items():
         kernel = _kernel(symbol)
         shared = shared_bytes(config.keep) if isinstance(config, Config) and kernel == "logits" else one.shared
-        found.append(Resources(config, kernel, one.registers, one.stack, shared, one.code.count("HGMMA")))
+        found.append(Resources(architecture, config, kernel, one.registers, one.stack, shared, one.code.count("HGMMA")))
     return found
 
 
@@ -95,10 +106,10 @@ def main() -> int:
     """Print the resources of every kernel; the number of those that spill or do not fit."""
     bad = 0
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for one in itertools.chain.from_iterable(pool.map(resources, configs())):
+        for one in itertools.chain.from_iterable(pool.map(resources, *zip(*targets(), strict=True))):
             wrong = one.stack > 0 or one.shared > MOST_SHARED
             bad += wrong
-            print(f"{ARCHITECTURE}  {one}{'  SPILLS OR DOES NOT FIT' if wrong else ''}", flush=True)
+            print(f"{one}{'  SPILLS OR DOES NOT FIT' if wrong else ''}", flush=True)
     return bad
 
 

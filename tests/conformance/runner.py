@@ -136,7 +136,7 @@ class Context:
         return problem
 
     def _roles(self, problem: Problem, forward: bool) -> tuple[str, ...]:
-        """All roles, those but the bias's, or with ``forward`` none: the first that the backend accepts, or else all."""
+        """All roles, those but the bias's, or with ``forward`` none: what the backend accepts first, or else all."""
         fewer = tuple(r for r in problem.roles if not r.endswith("bias"))
         with oracles.context(problem):
             for roles in (problem.roles, fewer, *([()] if forward else [])):
