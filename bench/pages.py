@@ -96,6 +96,12 @@ def _newest(sources: Sequence[Source]) -> list[Record]:
     return list({r.key: r for r in records}.values())
 
 
+def _header(records: Sequence[Record], sources: Sequence[Source]) -> dict[str, Any]:
+    """That of the newest file that has one of these records."""
+    wanted = {id(r) for r in records}
+    return next(s.results.header for s in reversed(sources) if any(id(r) in wanted for r in s.records))
+
+
 # ------------------------------------------------------------------------------------------------ pictures
 
 
@@ -108,8 +114,8 @@ def draw(sources: Sequence[Source], folder: Path) -> list[Path]:
     """Draw the pages' pictures, and remove those of a folder that are no longer theirs."""
     written = []
     for device, mine in _devices(sources).items():
-        if sheets := _sheets(device, mine):
-            written += plots.draw(sheets, mine[-1].results.header, folder)
+        for sheet in _sheets(device, mine):
+            written += plots.draw([sheet], _header(sheet.records, mine), folder)
     for path in folder.glob("*.png"):
         if path not in written:
             path.unlink()
@@ -123,7 +129,7 @@ def digest(sources: Sequence[Source]) -> str:
         found.update(Path(str(module.__file__)).read_bytes())
     for device, mine in _devices(sources).items():
         for sheet in _sheets(device, mine):
-            found.update(repr((sheet.file(""), sheet.title, sheet.records, mine[-1].results.header)).encode())
+            found.update(repr((sheet.file(""), sheet.title, sheet.records, _header(sheet.records, mine))).encode())
     return found.hexdigest()[:16]
 
 
@@ -291,7 +297,7 @@ def summary(sources: Sequence[Source], pages: str = "docs/performance.md", image
         lines.append("")
         shown.append((case[0], ahead(case) or ""))
     first = shown[0][0]
-    header = next(s.results.header for s in reversed(mine) if any(r is first for r in s.records))
+    header = _header([first], mine)
     head = textwrap.fill(
         f"Measured on {device} with torch {header.get('torch')} at commit {header.get('commit')}, {first.dtype}, "
         f"N={first.n} H={first.h} V={first.v}, forward and backward. The floor is the op's matrix products alone. Of "

@@ -225,6 +225,7 @@ def _combine(
     kernels.combine[(cdiv(count, width),)](
         partials, cut.parts, count, raw, raw.stride(0), index, valid, dots, t.bias, t.divisors, weights,
         unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, **flags, BP=height, BN=width, num_warps=4,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 
