@@ -231,7 +231,7 @@ class FLCE(Op):
         if ce_weight is not None:
             ce_weight = _checks.vector("ce_weight", ce_weight, "weight", weight, compute)
             _checks.no_gradient("ce_weight", ce_weight)
-            ce_weight = ce_weight.to(wide)
+            ce_weight = ce_weight.to(wide).contiguous()
         if token_weight is not None:
             token_weight = _checks.floating("token_weight", token_weight, input)
             if token_weight.shape != input.shape[:-1]:

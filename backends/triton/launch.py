@@ -86,7 +86,7 @@ class Transform:
 
     def __init__(self, head: Head, tokens: slice) -> None:
         divisor = head.divisor(tokens)
-        self.bias = head.bias
+        self.bias = None if head.bias is None else head.bias.contiguous()
         self.scale = float(head.scale)
         self.softcap = None if head.softcap is None else float(head.softcap)
         self.divisors, self.inverse = None, 1.0

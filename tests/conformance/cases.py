@@ -186,8 +186,12 @@ def build(case: Case, device: str | torch.device = "cpu") -> Problem:
     def matrix(values: Tensor) -> Tensor:
         return _laid_out(values.to(case.dtype).to(device), case.layout, None)
 
+    def vector(values: Tensor) -> Tensor:
+        between = torch.full_like(values, math.nan)
+        return torch.stack([values, between], 1)[:, 0] if case.layout == "strided" else values
+
     def bias() -> Tensor | None:
-        return None if case.bias is None else normal(case.V).to(case.bias).to(device)
+        return None if case.bias is None else vector(normal(case.V).to(case.bias).to(device))
 
     laid_target = target.to(case.target_dtype).to(device).reshape(lead)
     if case.layout == "strided" and len(lead) == 1:
@@ -220,7 +224,8 @@ def build(case: Case, device: str | torch.device = "cpu") -> Problem:
                 tensors[name] = torch.tensor(float(3 * case.N), device=device)
             else:
                 shape = (case.V,) if value == PER_CLASS else lead
-                tensors[name] = (0.5 + torch.rand(*shape, generator=g)).to(device)
+                made = (0.5 + torch.rand(*shape, generator=g)).to(device)
+                tensors[name] = vector(made) if value == PER_CLASS else made
         else:
             options[name] = value
     roles = tuple(r for r in gradient_roles(case.op) if tensors.get(r) is not None)
@@ -429,6 +434,18 @@ def _cases() -> Iterable[Case]:
         for layout in LAYOUTS[1:]:
             yield Case(f"{op}/layout-{layout}", op, layout=layout, options=per_token, feature=f"{layout} tensors")
             yield Case(f"{op}/layout-{layout}-bf16", op, layout=layout, dtype=torch.bfloat16, H=24, options=per_token)
+        weighted = {"ce_weight": PER_CLASS} if op == "flce" else {}
+        smoothed = {**weighted, "label_smoothing": 0.1} if op == "flce" else {}
+        for short, more, hidden in (("fp32", smoothed, 16), ("bf16", weighted, 24)):
+            yield Case(
+                f"{op}/strided-vectors-{short}",
+                op,
+                layout="strided",
+                dtype=_DTYPES[short],
+                H=hidden,
+                bias=torch.float32,
+                options={**per_token, **more},
+            )
         for upstream in UPSTREAMS[1:]:
             yield Case(f"{op}/upstream-{upstream}", op, upstream=upstream, options=per_token, bias=torch.float32)
             if reduced and upstream in ("ones", "negative", "zero"):
