@@ -165,8 +165,8 @@ def look(
             best = tl.where(peak > top, index, best)
         distance = y - peak[None, :]
         e = tl.exp2(distance)
-        if labels is not None:  # there may be nothing else
-            e = tl.where(y > _LOWEST, e, 0.0)
+        if labels is not None:  # there may be nothing else; NaN stays
+            e = tl.where(y <= _LOWEST, 0.0, e)
         share = tl.exp2(top - peak)
         if ENTROPY:
             moment = share * (moment + total * (top - peak)) + tl.sum(e * distance, 0)
