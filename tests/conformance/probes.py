@@ -16,7 +16,7 @@ from headmux.ops import _autograd
 from headmux.testing import oracle as oracles
 from headmux.testing.cases import Case, Problem, gradient_roles, upstreams
 from headmux.testing.modes import Poisoned, Watch
-from headmux.testing.runner import Check, CheckFailed, Context, Refused
+from headmux.testing.runner import Check, CheckFailed, Context, Refused, is_interpreted
 
 OPS = ("flce", "jsd", "linear_logp")
 REDUCED = ("flce", "jsd")
@@ -719,11 +719,12 @@ def _equal_rows(context: Context) -> None:
 @probe("chunks")
 def _chunks(context: Context) -> None:
     """However small the budget, results stay within their own, and fp32 sums lose nothing (1.1 times one chunk's)."""
+    tokens = 96 if is_interpreted(context.backend) else 256
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         errors: dict[str, list[float]] = {}
         for mb in (64.0, 0.1, 0.02, 0.004):
             options = _options(context, accum_dtype=torch.float32, reduction="sum")
-            problem = context.problem(context.case(N=256, H=16, V=96, dtype=dtype, options=options, budget_mb=mb))
+            problem = context.problem(context.case(N=tokens, H=16, V=96, dtype=dtype, options=options, budget_mb=mb))
             try:
                 got = context.compare(problem, note=f"{dtype}, {mb} MiB: ")
             except Refused:
@@ -807,11 +808,12 @@ def _poisoned_memory(context: Context) -> None:
 def _memory(context: Context) -> None:
     """No tensor is larger than the budget, weight's gradient in fp32, or input's: N * V is far out of reach."""
     mb = 0.25
+    tokens = 192 if is_interpreted(context.backend) else 512
     for dtype in (None, torch.bfloat16):
         fields = {} if dtype is None else {"dtype": dtype}
         for reduction, wanted in ((_reductions(context)[0], True), ("none", True), ("none", False)):
             options = _options(context, reduction=reduction)
-            problem = context.problem(N=512, H=16, V=1024, options=options, budget_mb=mb, **fields)
+            problem = context.problem(N=tokens, H=16, V=1024, options=options, budget_mb=mb, **fields)
             context.admit(problem)
             roles = problem.roles if wanted else ()
             tensors = oracles.leaves(problem, roles)

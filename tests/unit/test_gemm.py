@@ -208,8 +208,8 @@ def test_calls_on_cuda(
 
 @pytest.mark.parametrize("dtype", [F32, F64, F16, BF16])
 @pytest.mark.parametrize("total_dtype", [F32, F64, F16, BF16])
-@pytest.mark.parametrize("rows", [1, ROWS, 7, R - 1, R, 1000])
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 1.0])
+@pytest.mark.parametrize("rows", [1, 7, R - 1, 1000])
+@pytest.mark.parametrize("share", [0.1, 0.6, 1.0])
 @pytest.mark.parametrize("beside", [False, True])
 def test_product_formed_inside_its_sum(
     dtype: torch.dtype, total_dtype: torch.dtype, rows: int, share: float, beside: bool
