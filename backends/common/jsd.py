@@ -33,23 +33,27 @@ class Divergence(ABC):
     Attributes:
         wide: dtype of the logits.
         plan: Its ``chunk`` is how many tokens' pairs of logits are held at once, at most.
+        passes_over: Whether ``compare`` passes over tokens that do not count, whatever their states hold.
     """
 
     copies: int
     block_bytes: int | None = None
+    passes_over = False
     scale_rows: ScaleRows = staticmethod(scale_rows)
 
     def __init__(self, args: JSDArgs) -> None:
         self.args = args
         self.valid = None if args.target is None else args.target != args.ignore_index
         self.student = Head(
-            self.admit(args.student_input), args.student_weight, args.student_bias, args.compute_dtype,
+            self._admit(args.student_input), args.student_weight, args.student_bias, args.compute_dtype,
             args.student_logit_scale, args.student_softcap, args.temperature,
         )
         self.teacher = Head(
-            self.admit(args.teacher_input), args.teacher_weight, args.teacher_bias, args.teacher_compute_dtype,
+            self._admit(args.teacher_input), args.teacher_weight, args.teacher_bias, args.teacher_compute_dtype,
             args.teacher_logit_scale, args.teacher_softcap, args.temperature,
         )
+        if self.passes_over and self.valid is not None:
+            self.student = replace(self.student, counts=self.valid.to(self.student.wide))
         self.wide = torch.promote_types(self.student.wide, self.teacher.wide)
         self.tokens, hidden = self.student.input.shape
         self.vocabulary = self.student.weight.shape[0]
@@ -66,9 +70,8 @@ class Divergence(ABC):
             share=2,
         )
 
-    def admit(self, states: Tensor) -> Tensor:
-        """Hidden states, 0 where a token does not count."""
-        return counted(states, self.valid)
+    def _admit(self, states: Tensor) -> Tensor:
+        return states if self.passes_over else counted(states, self.valid)
 
     @abstractmethod
     def compare(

@@ -31,6 +31,7 @@ class CuteDivergence(Divergence):
     """Two reads of the pair of logits, one where beta is 0."""
 
     scale_rows = staticmethod(scale_rows)
+    passes_over = True
     copies = 1
     # 2048 rows of 4096 tokens, as wide_bytes counts them
     block_bytes = 32 * MIB
@@ -41,12 +42,6 @@ class CuteDivergence(Divergence):
             replace(head, input=aligned(head.input.to(head.dtype)), weight=aligned(head.weight))
             for head in (self.student, self.teacher)
         )
-        if self.valid is not None:
-            self.student = replace(self.student, counts=self.valid.to(self.wide))
-
-    def admit(self, states: Tensor) -> Tensor:
-        """The states as they are: kernels pass over what is not valid."""
-        return states
 
     def compare(
         self, tokens: slice, student: Tensor, teacher: Tensor, upstream: Tensor | None, out: Tensor | None

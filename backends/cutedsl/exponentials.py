@@ -124,7 +124,7 @@ class Exponentials(Fold):
         top, top2 = tops[0], tops[1]
         total, total2 = self._powers(z, scales, top, top2, found)
         if cute.arch.vote_any_sync(total > MOST or total2 > MOST):
-            peaks = [cute.math.ceil(scalars.peak(z, r) * scales[r]) for r in range(2)]
+            peaks = [cute.math.ceil(self.top(z, r, scales[r])) for r in range(2)]
             if total > MOST:
                 top = peaks[0]
             if total2 > MOST:

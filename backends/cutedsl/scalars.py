@@ -138,18 +138,6 @@ def gradient(log_q: Float32, d: Float32, teacher: Float32, student: Float32, slo
 
 
 @cute.jit
-def peak(z: cute.Tensor, row: cutlass.Constexpr):
-    """The largest logit of a row of four threads' (2, 2, 32) logits."""
-    most = z[0, row, 0]
-    for j in cutlass.range_constexpr(cute.size(z, mode=[2])):
-        for q in cutlass.range_constexpr(2):
-            most = cute.arch.fmax(most, z[q, row, j])
-    for i in cutlass.range_constexpr(2):
-        most = cute.arch.fmax(most, cute.arch.shuffle_sync_bfly(most, offset=1 << i))
-    return most
-
-
-@cute.jit
 def pair(x: Float32, y: Float32) -> Int32:
     """Two numbers in bfloat16, rounded to nearest even, x in the lower half."""
     return cute.arch.inline_ptx(

@@ -6,9 +6,6 @@ operands' dtype. Where beta is 0 the gradient needs nothing of the loss, and one
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
@@ -19,26 +16,15 @@ from headmux.backends.common.softmax import Wanted
 from headmux.backends.common.storage import rows_of
 from headmux.backends.triton.launch import Side, Transform, diverge, raw_logits, scale_rows, statistics
 
-if TYPE_CHECKING:
-    from headmux.ops.jsd import JSDArgs
-
 
 class TritonDivergence(Divergence):
     """Three reads of the pair of logits, two where beta is 0."""
 
     scale_rows = staticmethod(scale_rows)
+    passes_over = True
     copies = 1
     # 2048 rows of 4096 tokens, as wide_bytes counts them
     block_bytes = 32 * MIB
-
-    def __init__(self, args: JSDArgs) -> None:
-        super().__init__(args)
-        if self.valid is not None:
-            self.student = replace(self.student, counts=self.valid.to(self.student.wide))
-
-    def admit(self, states: Tensor) -> Tensor:
-        """The states as they are: kernels pass over what is not valid."""
-        return states
 
     def compare(
         self, tokens: slice, student: Tensor, teacher: Tensor, upstream: Tensor | None, out: Tensor | None

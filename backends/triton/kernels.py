@@ -298,9 +298,9 @@ def combine(
     logit at the label and 1 - p there; and what else is wanted. 0 where a token is not valid.
 
     The logit at each label is that of the fp32 ``dots``, in place of the one that S holds. With ENTROPY the parts leave
-    that one out. With EXPONENTIALS, the parts
-    are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the exponentials but the label's, and the
-    factor that makes p of an exponential, and exactly 1 - p of that sum as it is stored.
+    that one out. With EXPONENTIALS, the parts are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the
+    exponentials but the label's, and the factor that makes p of an exponential, and exactly 1 - p of that sum as it is
+    stored.
     """
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     here = c < n
