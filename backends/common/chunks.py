@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import current
-from headmux.backends.common.head import Chunk, Gradients, Head, ScaleRows, scale_rows
+from headmux.backends.common.head import Chunk, Gradients, Head, Steps
 from headmux.backends.common.plan import Plan, even, pieces
 from headmux.backends.common.storage import capacity, padded, rows_of, workspace
 
@@ -41,12 +41,12 @@ class Chunks:
         accum_dtype: torch.dtype | None,
         held_dtype: torch.dtype,
         plan: Plan,
-        scale_rows: ScaleRows = scale_rows,
+        steps: Steps,
     ) -> None:
         self._head, self._dtypes, self._held_dtype = head, dtypes, held_dtype
         self._tokens, self._hidden = head.input.shape
         self._once = accum_dtype is not None
-        self.plan, self._scale_rows = plan, scale_rows
+        self.plan, self._steps = plan, steps
         self._total_dtype = dtypes[1]
         self.inside = self._room() if needs[1] else 0
         rest = self._tokens - self.inside
@@ -89,7 +89,7 @@ class Chunks:
         if total is None and needs[1]:
             shape = (self.plan.vocabulary, self._hidden)
             total = self._head.weight.new_empty(shape, dtype=self._total_dtype)
-        sums = Gradients(self._head, needs, self._dtypes, total, self.plan, self._scale_rows)
+        sums = Gradients(self._head, needs, self._dtypes, total, self.plan, self._steps)
         places = [] if held is None else [(slice(0, self.inside), held)]
         ready = []
         for tokens, place in chain(places, self.outside(self.inside)):  # the buffer is made when it is needed

@@ -108,13 +108,22 @@ class Chunk:
     factor: Tensor | None = None
 
 
-ScaleRows = Callable[..., Tensor]
-"""Scales rows, as ``scale_rows`` does."""
-
-
 def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
     """[n, H] states times [n] factors, rounded once, in ``out`` or a new tensor."""
     return torch.mul(states, factors[:, None], out=torch.empty_like(states) if out is None else out)
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Steps of the gradients of which a backend may have better ones.
+
+    Attributes:
+        scale_rows: As ``scale_rows`` does.
+        accumulate: As ``headmux.backends.common.gemm.accumulate`` does.
+    """
+
+    scale_rows: Callable[..., Tensor] = scale_rows
+    accumulate: Callable[..., None] = accumulate
 
 
 class Gradients:
@@ -132,9 +141,9 @@ class Gradients:
         dtypes: tuple[torch.dtype, ...],
         total: Tensor | None,
         plan: Plan,
-        scale_rows: ScaleRows,
+        steps: Steps,
     ) -> None:
-        self._head, self._needs, self._dtypes, self._plan, self._scale_rows = head, needs, dtypes, plan, scale_rows
+        self._head, self._needs, self._dtypes, self._plan, self._steps = head, needs, dtypes, plan, steps
         self.total = total
         self._input = head.input.new_empty(head.input.shape, dtype=dtypes[0]) if needs[0] else None
         self._bias: Tensor | None = None
@@ -152,7 +161,7 @@ class Gradients:
                 out = self._input[chunk.tokens]
                 self._input_gradient(chunk.gradient, out)
                 if chunk.factor is not None:
-                    self._scale_rows(out, chunk.factor, out)
+                    self._steps.scale_rows(out, chunk.factor, out)
             if self._needs[2]:
                 assert chunk.factor is None, "a factor never meets the elements that are summed here"
                 found = chunk.gradient.sum(1, dtype=head.wide)
@@ -160,7 +169,9 @@ class Gradients:
         if self.total is not None and self._needs[1]:
             rows = self._plan.rows(chunks[0].gradient.shape[1])
             pairs = [(chunk.gradient, self._states(chunk)) for chunk in chunks]
-            accumulate(self.total, pairs, head.dtype, first=self._first, rows=rows, inside=inside, once=once)
+            self._steps.accumulate(
+                self.total, pairs, head.dtype, first=self._first, rows=rows, inside=inside, once=once
+            )
         self._first = False
 
     def _states(self, chunk: Chunk) -> Tensor:
@@ -168,7 +179,7 @@ class Gradients:
         states, factor = head.input[chunk.tokens], chunk.factor
         if factor is None and head.counts is not None:
             factor = head.counts[chunk.tokens]
-        return states if factor is None else self._scale_rows(states.to(head.dtype), factor)
+        return states if factor is None else self._steps.scale_rows(states.to(head.dtype), factor)
 
     def _input_gradient(self, logit_gradient: Tensor, out: Tensor) -> None:
         head = self._head

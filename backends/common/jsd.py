@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.chunks import Chunks
-from headmux.backends.common.head import Head, ScaleRows, scale_rows
+from headmux.backends.common.head import Head, Steps
 from headmux.backends.common.labels import counted
 from headmux.backends.common.plan import Plan, even, pieces, plan
 from headmux.backends.common.residual import Scale, scaled
@@ -39,7 +39,7 @@ class Divergence(ABC):
     copies: int
     block_bytes: int | None = None
     passes_over = False
-    scale_rows: ScaleRows = staticmethod(scale_rows)
+    steps = Steps()
 
     def __init__(self, args: JSDArgs) -> None:
         self.args = args
@@ -97,12 +97,12 @@ class Divergence(ABC):
         else:
             bias = args.student_weight if args.student_bias is None else args.student_bias
             dtypes = (args.student_input.dtype, args.student_weight.dtype, bias.dtype)
-            places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, self.plan, self.scale_rows)
+            places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, self.plan, self.steps)
             if places.inside < self.tokens:
                 # half of the pairs' room holds gradients that do not fit inside grad_weight: fewer, larger sums
                 held = self._beyond * 2 * self.wide.itemsize // dtype.itemsize
                 cut = replace(self.plan, chunk=min(self.tokens, held))
-                places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut, self.scale_rows)
+                places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut, self.steps)
             fill = self._fill(places.inside, upstream, losses)
         gradients = None if places is None else places.gradients(fill, args.needs)
         loss = torch.cat(losses) if len(losses) > 1 else losses[0]

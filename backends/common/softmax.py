@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headmux.backends.common.budget import MIB
 from headmux.backends.common.chunks import Chunks
-from headmux.backends.common.head import Head, ScaleRows, scale_rows
+from headmux.backends.common.head import Head, Steps
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan, plan
 
@@ -82,7 +82,7 @@ class Softmax(ABC):
     block_dtype: torch.dtype
     copies: int
     block_bytes: int | None = None
-    scale_rows: ScaleRows = staticmethod(scale_rows)
+    steps = Steps()
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Softmax(ABC):
             copies=self.copies,
             block_bytes=self.block_bytes,
         )
-        self.places = Chunks(self.head, needs, dtypes, accum_dtype, self.held_dtype, cut, self.scale_rows)
+        self.places = Chunks(self.head, needs, dtypes, accum_dtype, self.held_dtype, cut, self.steps)
         self._kept: tuple[Tensor, Tensor, Statistics, Any] | None = None
 
     @property

@@ -93,7 +93,22 @@ class Sorting:
     ignores: bool
 
 
-Kind = Config | Scaling | Comparison | Sorting
+@dataclasses.dataclass(frozen=True, slots=True)
+class Adding:
+    """What the machine code of ``headmux.backends.cutedsl.accumulate`` depends on.
+
+    Attributes:
+        dtype: torch.bfloat16 or torch.float16, of everything.
+        add: Add to what the sum holds.
+        inside: The left operand lies inside the storage of the sum.
+    """
+
+    dtype: torch.dtype
+    add: bool
+    inside: bool
+
+
+Kind = Config | Scaling | Comparison | Sorting | Adding
 
 SCALED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -125,7 +140,30 @@ def compiled(config: Kind, options: str = "", architecture: str = ARCHITECTURE) 
         return _compare(config, options)
     if isinstance(config, Sorting):
         return _sort(config, options)
+    if isinstance(config, Adding):
+        return _accumulate(config, options)
     return _forward(config, options) if isinstance(config, Config) else _scale(config, options)
+
+
+def _accumulate(config: Adding, options: str) -> Any:
+    from cutlass import Int32, cute
+
+    from headmux.backends.cutedsl.accumulate import Accumulate
+
+    dtype, tokens, hidden, classes = _dtype(config.dtype), cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int()
+
+    def matrix(rows: Any, columns: Any) -> Any:
+        stride = (cute.sym_int64(divisibility=8), 1)
+        return cute.runtime.make_fake_tensor(dtype, (rows, columns), stride, assumed_align=16)
+
+    read = None
+    if config.inside:
+        read = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
+    return cute.compile(
+        Accumulate(dtype, add=config.add, inside=config.inside), matrix(tokens, hidden), matrix(classes, tokens),
+        matrix(classes, hidden), read, Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        options=options,
+    )  # fmt: skip
 
 
 def _scale(config: Scaling, options: str) -> Any:

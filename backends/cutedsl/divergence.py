@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,12 +9,12 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import MIB
-from headmux.backends.common.head import Head
+from headmux.backends.common.head import Head, Steps
 from headmux.backends.common.jsd import Divergence
 from headmux.backends.common.storage import padded, rows_of
 from headmux.backends.cutedsl.build import Comparison, kernel
-from headmux.backends.cutedsl.launch import scale_rows
-from headmux.backends.cutedsl.statistics import aligned, logits
+from headmux.backends.cutedsl.launch import accumulate, scale_rows
+from headmux.backends.cutedsl.statistics import aligned, logits, multiprocessors
 
 if TYPE_CHECKING:
     from headmux.ops.jsd import JSDArgs
@@ -30,7 +29,7 @@ _WIDEST = 128  # threads side by side: 2 KiB of a row
 class CuteDivergence(Divergence):
     """Two reads of the pair of logits, one where beta is 0."""
 
-    scale_rows = staticmethod(scale_rows)
+    steps = Steps(scale_rows=scale_rows, accumulate=accumulate)
     passes_over = True
     copies = 1
     # 2048 rows of 4096 tokens, as wide_bytes counts them
@@ -55,7 +54,7 @@ class CuteDivergence(Divergence):
 
         def diverge(*, loss: bool, kl: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
             between = 0.0 < beta < 1.0
-            blocks = BLOCKS[loss, into is not None] * _multiprocessors(q.device.index)
+            blocks = BLOCKS[loss, into is not None] * multiprocessors(q.device.index)
             width, columns, parts = cut(*q.shape, blocks)
             sums = None
             if loss:
@@ -107,7 +106,3 @@ def _beside(rows: Tensor) -> Tensor:
     count, columns = rows.shape
     return rows_of(rows.new_empty(count * padded(columns)), count, columns)
 
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

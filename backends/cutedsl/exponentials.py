@@ -152,7 +152,7 @@ class Exponentials(Fold):
                 e = [scalars.exp2(cute.math.fma(z[q, r, j], scales[r], down)) for q in range(2)]
                 for q in range_constexpr(2):
                     totals[2 * (j % 2) + q] = totals[2 * (j % 2) + q] + e[q]
-                out[r, j] = scalars.pair(e[0], e[1])
+                out[r, j] = scalars.pair(e[0], e[1], cutlass.BFloat16)
             total = (totals[0] + totals[1]) + (totals[2] + totals[3])
             for i in range_constexpr(2):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)

@@ -1,16 +1,24 @@
-"""Launches of ``Scale`` and ``Sort``."""
+"""Launches of ``Scale``, ``Sort`` and ``Accumulate``."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from headmux.backends.common import gemm
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.residual import scaled as plain
-from headmux.backends.cutedsl.build import SCALED, Scaling, Sorting, kernel
+from headmux.backends.cutedsl.build import SCALED, Adding, Scaling, Sorting, kernel
+from headmux.backends.cutedsl.schedule import CLUSTER
+from headmux.backends.cutedsl.statistics import aligned, multiprocessors
 from headmux.contract import Upstream
 
 _BLOCKS = 132 * 16
+_FEATURES = 256  # whole tiles of both thread blocks of a cluster
+_CLASSES = 192  # of a tile
 
 
 def admit(
@@ -52,3 +60,24 @@ def scaled(
             elif g is not None and g.shape[0]:
                 kernel(Scaling(g.dtype, False))(g, scalar, g, min(_BLOCKS, g.shape[0]))
     return wanted
+
+
+def accumulate(
+    total: Tensor, pairs: Sequence[tuple[Tensor, Tensor]], dtype: torch.dtype, *, first: bool, inside: bool = False,
+    **others: Any,
+) -> None:  # fmt: skip
+    """As ``headmux.backends.common.gemm.accumulate``: by one launch where all is of one 16-bit dtype."""
+    (left, right), *more = pairs
+    if more or not _fits(total, left, right, dtype):
+        gemm.accumulate(total, pairs, dtype, first=first, inside=inside, **others)
+        return
+    columns = -(-total.shape[0] // _CLASSES)
+    read = torch.zeros(columns, dtype=torch.int32, device=total.device) if inside else None
+    clusters = min(multiprocessors(total.device.index) // CLUSTER, columns * (total.shape[1] // _FEATURES))
+    with torch.cuda.device(total.device):
+        kernel(Adding(dtype, not first, inside))(aligned(right), left, total, read, clusters)
+
+
+def _fits(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
+    narrow = dtype in (torch.bfloat16, torch.float16) and {t.dtype for t in (total, left, right)} == {dtype}
+    return narrow and total.shape[1] % _FEATURES == 0 and aligned(left) is left

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
 from headmux.backends.cutedsl.schedule import CLUSTER, TOKENS
 
@@ -138,11 +138,24 @@ def gradient(log_q: Float32, d: Float32, teacher: Float32, student: Float32, slo
 
 
 @cute.jit
-def pair(x: Float32, y: Float32) -> Int32:
-    """Two numbers in bfloat16, rounded to nearest even, x in the lower half."""
+def pair(x: Float32, y: Float32, dtype: cutlass.Constexpr) -> Int32:
+    """Two numbers in bfloat16 or float16, rounded to nearest even, x in the lower half."""
+    kind = "bf16x2" if cutlass.const_expr(dtype is cutlass.BFloat16) else "f16x2"
     return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[y, x]
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Int32], read_only_args=[y, x]
     )
+
+
+@cute.jit
+def covered(stop: Int32, start: Int64, wide: Int64, narrow: Int64) -> Int32:
+    """How many rows of a second matrix begin before the end of so many rows of a first, in the same storage.
+
+    The second begins ``start`` bytes after the first; their rows are ``narrow`` and ``wide`` bytes apart.
+    """
+    over = stop * wide - start
+    if over < 0:
+        over = Int64(0)
+    return Int32((over + narrow - 1) // narrow)
 
 
 @cute.jit

@@ -10,15 +10,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from headmux.backends.common.head import Steps
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
-from headmux.backends.cutedsl.launch import scale_rows
+from headmux.backends.cutedsl.launch import accumulate, scale_rows
 from headmux.backends.cutedsl.statistics import aligned, exponentials, statistics
 
 
 class CuteSoftmax(Softmax):
     """Exponentials from one product."""
 
-    scale_rows = staticmethod(scale_rows)
+    steps = Steps(scale_rows=scale_rows, accumulate=accumulate)
 
     def prepare(self) -> None:
         """Keep exponentials."""

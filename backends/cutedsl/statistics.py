@@ -204,5 +204,11 @@ def aligned(rows: Tensor) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _schedule(tokens: int, vocabulary: int, hidden: int, device: int) -> tuple[int, tuple[int, ...]]:
     """How many slots all tokens take, and what the kernels are told of the schedule."""
-    found = Schedule.of(tokens, vocabulary, hidden, torch.cuda.get_device_properties(device).multi_processor_count)
+    found = Schedule.of(tokens, vocabulary, hidden, multiprocessors(device))
     return found.size, (found.group, *found.periods, found.slots, found.clusters)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """Multiprocessors of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

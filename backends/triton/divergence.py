@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import MIB
-from headmux.backends.common.head import Head
+from headmux.backends.common.head import Head, Steps
 from headmux.backends.common.jsd import Divergence
 from headmux.backends.common.softmax import Wanted
 from headmux.backends.common.storage import rows_of
@@ -20,7 +20,7 @@ from headmux.backends.triton.launch import Side, Transform, diverge, raw_logits,
 class TritonDivergence(Divergence):
     """Three reads of the pair of logits, two where beta is 0."""
 
-    scale_rows = staticmethod(scale_rows)
+    steps = Steps(scale_rows=scale_rows)
     passes_over = True
     copies = 1
     # 2048 rows of 4096 tokens, as wide_bytes counts them

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from headmux.backends.common.head import Steps
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
 from headmux.backends.triton.launch import (
@@ -40,7 +41,7 @@ class Raw:
 class TritonSoftmax(Softmax):
     """Raw logits, and kernels that look at them or turn them into their gradient."""
 
-    scale_rows = staticmethod(scale_rows)
+    steps = Steps(scale_rows=scale_rows)
 
     def prepare(self) -> None:
         """Keep raw logits."""
