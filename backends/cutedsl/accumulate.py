@@ -20,25 +20,27 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from headmux.backends.cutedsl import scalars
-from headmux.backends.cutedsl.schedule import CLUSTER
+from headmux.backends.cutedsl import pingpong, scalars
+from headmux.backends.cutedsl.pingpong import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    DEPTH,
+    PRODUCER_REGISTERS,
+    STAGES,
+    THREADS,
+    WARPGROUP,
+)
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
 
-CLASSES, FEATURES = 192, 128
-"""Of a tile."""
+CLASSES, FEATURES = COLUMN, TOKENS  # of a tile
 
-_DEPTH = 64  # tokens of a stage: 128 bytes, the widest swizzle
-_STAGES = 4
 _PIECE = 64  # classes, and features, that leave at once
 _PIECE_BYTES = _PIECE * _PIECE * 2
 _PIECES = CLASSES // _PIECE * (FEATURES // _PIECE)
 _BUFFERS = 3  # pieces of a warpgroup that may be on their way
-_WARP, _WARPGROUP = 32, 128
-_CONSUMERS = 2
-_TURN = 1 + _CONSUMERS  # barriers on which a warpgroup waits until all stages before its own have been waited for
-_THREADS = (1 + _CONSUMERS) * _WARPGROUP
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+_WARP = 32
 
-SHARED_BYTES = 1024 + _STAGES * (CLASSES + FEATURES) * _DEPTH * 2 + _CONSUMERS * _BUFFERS * _PIECE_BYTES
+SHARED_BYTES = 1024 + STAGES * (CLASSES + FEATURES) * DEPTH * 2 + CONSUMERS * _BUFFERS * _PIECE_BYTES
 """Shared memory of a thread block: barriers, stages, and pieces on their way."""
 
 
@@ -70,18 +72,18 @@ class Accumulate:
             tiler_mn=(64, CLASSES),
         )
         features = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.MN_SW128, self.dtype)
-        layout_a = cute.tile_to_shape(features, (FEATURES, _DEPTH, _STAGES), order=(1, 0, 2))
+        layout_a = cute.tile_to_shape(features, (FEATURES, DEPTH, STAGES), order=(1, 0, 2))
         rows = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
-        layout_b = cute.tile_to_shape(rows, (CLASSES, _DEPTH, _STAGES), order=(0, 1, 2))
-        layout_c = cute.tile_to_shape(rows, (_PIECE, _PIECE, _CONSUMERS * _BUFFERS), order=(0, 1, 2))
+        layout_b = cute.tile_to_shape(rows, (CLASSES, DEPTH, STAGES), order=(0, 1, 2))
+        layout_c = cute.tile_to_shape(rows, (_PIECE, _PIECE, CONSUMERS * _BUFFERS), order=(0, 1, 2))
         stage = (None, None, 0)
         turned = cute.make_tensor(states.iterator, cute.select(states.layout, mode=[1, 0]))
         load = cpasync.CopyBulkTensorTileG2SOp()
         atom_a, states_tma = cpasync.make_tiled_tma_atom(
-            load, turned, cute.slice_(layout_a, stage), (FEATURES, _DEPTH)
+            load, turned, cute.slice_(layout_a, stage), (FEATURES, DEPTH)
         )
         atom_b, gradient_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SMulticastOp(), gradient, cute.slice_(layout_b, stage), (CLASSES, _DEPTH),
+            cpasync.CopyBulkTensorTileG2SMulticastOp(), gradient, cute.slice_(layout_b, stage), (CLASSES, DEPTH),
             num_multicast=CLUSTER,
         )
         piece = cute.slice_(layout_c, stage)
@@ -94,7 +96,7 @@ class Accumulate:
             layout_c, gradient, total, read,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1,
             cooperative=self.inside,  # all thread blocks run at one time, or none does
@@ -137,8 +139,8 @@ class Accumulate:
 
         @cute.struct
         class Shared:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * _STAGES]
-            arrived: cute.struct.MemRange[cutlass.Int64, _CONSUMERS * _BUFFERS]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
+            arrived: cute.struct.MemRange[cutlass.Int64, CONSUMERS * _BUFFERS]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
             c: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_c)], 1024]
@@ -151,26 +153,26 @@ class Accumulate:
         if const_expr(self.add):
             if warp == 0:
                 with cute.arch.elect_one():
-                    for i in range_constexpr(_CONSUMERS * _BUFFERS):
+                    for i in range_constexpr(CONSUMERS * _BUFFERS):
                         cute.arch.mbarrier_init(arrived + i, 1)
         loads = pipeline.PipelineTmaAsync.create(
             barrier_storage=shared.barriers.data_ptr(),
-            num_stages=_STAGES,
+            num_stages=STAGES,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
             # a stage is free once the warps of both thread blocks that read it have read their shared tile
             consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * 4),
-            tx_count=(CLASSES + FEATURES) * _DEPTH * self.dtype.width // 8,
+            tx_count=(CLASSES + FEATURES) * DEPTH * self.dtype.width // 8,
             cta_layout_vmnk=cute.make_layout((1, CLUSTER, 1, 1)),
             defer_sync=True,
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=cute.make_layout((CLUSTER, 1)), is_relaxed=True)
-        tiles_a = cute.local_tile(states, (FEATURES, _DEPTH), (None, None))
-        tiles_b = cute.local_tile(gradient_tma, (CLASSES, _DEPTH), (None, None))
+        tiles_a = cute.local_tile(states, (FEATURES, DEPTH), (None, None))
+        tiles_b = cute.local_tile(gradient_tma, (CLASSES, DEPTH), (None, None))
         depth = cute.size(tiles_a, mode=[3])
         pipeline.pipeline_init_wait(cluster_shape_mn=cute.make_layout((CLUSTER, 1)))
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp == 0:
             to_a, from_a = cpasync.tma_partition(
                 atom_a, 0, cute.make_layout(1), cute.group_modes(shared_a, 0, 2), cute.group_modes(tiles_a, 0, 2)
@@ -180,7 +182,7 @@ class Accumulate:
                 cute.group_modes(tiles_b, 0, 2),
             )
             everyone = cutlass.Int16((1 << CLUSTER) - 1)
-            filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _STAGES)
+            filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
             for number in cutlass.range(cluster, tiles, clusters, unroll=1):
                 column, feature = number // across, number % across * CLUSTER + rank
                 for k in cutlass.range(depth, unroll=1):
@@ -195,8 +197,8 @@ class Accumulate:
             loads.producer_tail(filled)
 
         if warp >= 4:
-            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
-            consumer = cute.arch.make_warp_uniform(thread // _WARPGROUP - 1)
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
             part = mma.get_slice(0)
             operand_a = mma.make_fragment_A(part.partition_A(shared_a))
             operand_b = mma.make_fragment_B(part.partition_B(shared_b))
@@ -206,7 +208,7 @@ class Accumulate:
             first = consumer * _BUFFERS
             address = shared_c.iterator.toint() + first * _PIECE_BYTES + scalars.stored_at(lane, warp % 4)
             known = Int32(0)  # columns that everybody has read
-            for number in cutlass.range(cluster + consumer * clusters, tiles, _CONSUMERS * clusters, unroll=1):
+            for number in cutlass.range(cluster + consumer * clusters, tiles, CONSUMERS * clusters, unroll=1):
                 column = number // across
                 feature = (number % across * CLUSTER + rank) * (FEATURES // _PIECE)
                 if const_expr(self.add):
@@ -214,37 +216,9 @@ class Accumulate:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                         for i in range_constexpr(_BUFFERS):
                             self.fetch(i, atom_c, into, from_total, first, column, feature, arrived)
-                # stages of all tiles before, of both warpgroups
-                before = number // clusters * depth
-                ready, done = _state(before), _state(before)
-                if number != cluster:
-                    cute.arch.barrier(barrier_id=_TURN + consumer, number_of_threads=_CONSUMERS * _WARPGROUP)
-                loads.consumer_wait(ready)
-                warpgroup.fence()
-                for i in range_constexpr(_DEPTH // 16):
-                    mma.set(warpgroup.Field.ACCUMULATE, i > 0)
-                    at = (None, None, i, ready.index)
-                    cute.gemm(mma, accumulator, operand_a[at], operand_b[at], accumulator)
-                warpgroup.commit_group()
-                ready.advance()
-                for _ in cutlass.range(1, depth, unroll=1):
-                    loads.consumer_wait(ready)
-                    for i in range_constexpr(_DEPTH // 16):
-                        at = (None, None, i, ready.index)
-                        cute.gemm(mma, accumulator, operand_a[at], operand_b[at], accumulator)
-                    warpgroup.commit_group()
-                    ready.advance()
-                    warpgroup.wait_group(1)
-                    loads.consumer_release(done)
-                    done.advance()
-                if number + clusters < tiles:
-                    cute.arch.barrier_arrive(
-                        barrier_id=_TURN + 1 - consumer, number_of_threads=_CONSUMERS * _WARPGROUP
-                    )
-                warpgroup.wait_group(0)
-                loads.consumer_release(done)
-                done.advance()
-
+                mma = pingpong.multiply(
+                    mma, accumulator, operand_a, operand_b, loads, depth, number, cluster, clusters, tiles, consumer
+                )
                 if const_expr(self.inside):
                     if warp % 4 == 0:
                         if lane == 0:
@@ -306,7 +280,7 @@ class Accumulate:
         else:
             if cute.arch.warp_idx() % 4 == 0:  # what it held before has been read
                 cute.arch.cp_async_bulk_wait_group(_BUFFERS - 1, read=True)
-            cute.arch.barrier(barrier_id=consumer + 1, number_of_threads=_WARPGROUP)
+            cute.arch.barrier(barrier_id=consumer + 1, number_of_threads=WARPGROUP)
         rest, across = i % (FEATURES // _PIECE), i // (FEATURES // _PIECE)
         for k in range_constexpr(_PIECE // 16):
             place = address + (buffer * _PIECE_BYTES + k * 16 * _PIECE * 2)
@@ -331,7 +305,7 @@ class Accumulate:
                 read_only_args=[place, *pairs],
             )
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=consumer + 1, number_of_threads=_WARPGROUP)
+        cute.arch.barrier(barrier_id=consumer + 1, number_of_threads=WARPGROUP)
 
     @cute.jit
     def wait(
@@ -362,11 +336,6 @@ class Accumulate:
                     known = needed
         cute.arch.fence_proxy("async")
         return known
-
-
-def _state(stages):
-    """Of a consumer, after so many stages."""
-    return pipeline.PipelineState(_STAGES, Int32(stages), Int32(stages % _STAGES), Int32(stages // _STAGES % 2))
 
 
 def _place(i, column, feature):

@@ -25,18 +25,17 @@ PIECE = 64
 """Classes that leave at once."""
 
 TOKENS = 64
-"""Tokens that leave at once, those of a warpgroup: 128 bytes of a row, the widest swizzle."""
+"""Tokens that leave at once, half of a warpgroup's: 128 bytes of a row, the widest swizzle."""
 
 PIECE_BYTES = PIECE * TOKENS * 2
 
-BUFFERS = 2
+BUFFERS = 3
 """Pieces of a warpgroup that may be on their way."""
 
 _WARP, _WARPGROUP = 32, 128
 _LN2 = math.log(2.0)
 _SOME = 8
-MOST = 2.0**40
-"""The largest sum of a tile. What is multiplied with its inverse stays far inside fp32 and bf16."""
+_MOST = 40.0  # the largest exponent; sums of such powers, and products with their inverse, stay far inside fp32 and bf16
 
 
 class Exponentials(Fold):
@@ -99,7 +98,7 @@ class Exponentials(Fold):
         vocabulary: Int32,
     ):
         """Fold a tile's exponentials, but those at labels, into their rows' slots; the exponentials in bfloat16, 0 at
-        labels and where a token does not count: (2 rows, 32 pairs of neighbouring columns).
+        labels and where a token does not count: (2 rows, pairs of neighbouring columns).
         """
         lane = cute.arch.lane_idx()
         first = column + 2 * (lane % 4)
@@ -121,43 +120,28 @@ class Exponentials(Fold):
                 logit[rows[r].token] = found * scales[r]
 
         found = cute.make_rmem_tensor((2, pairs), Int32)
-        top, top2 = tops[0], tops[1]
-        total, total2 = self._powers(z, scales, top, top2, found)
-        if cute.arch.vote_any_sync(total > MOST or total2 > MOST):
-            peaks = [cute.math.ceil(self.top(z, r, scales[r])) for r in range(2)]
-            if total > MOST:
-                top = peaks[0]
-            if total2 > MOST:
-                top2 = peaks[1]
-            total, total2 = self._powers(z, scales, top, top2, found)
         for r in range_constexpr(2):
-            row, most, sum = rows[r], (top, top2)[r], (total, total2)[r]
-            if lane % 4 == 0 and row.there:
-                used[column // COLUMN, row.token] = most
-                most, sum, _ = scalars.combine(
-                    row.top, row.total, Float32(0.0), most, sum, Float32(0.0), False
-                )
-                partials[0, row.slot] = most
-                partials[1, row.slot] = sum
-        return found
-
-    @cute.jit
-    def _powers(self, z: cute.Tensor, scales: list, top: Float32, top2: Float32, out: cute.Tensor):
-        """Powers of 2 of a thread's logits, as pairs in ``out``, and the sums of its two rows, of all four threads."""
-        sums = []
-        for r in range_constexpr(2):
-            down = -(top, top2)[r]
+            row, top = rows[r], tops[r]
+            peak = self.top(z, r, scales[r])
+            if peak > top + _MOST:
+                top = cute.math.ceil(peak)
             totals = [Float32(0.0)] * 4
-            for j in range_constexpr(cute.size(z, mode=[2])):
-                e = [scalars.exp2(cute.math.fma(z[q, r, j], scales[r], down)) for q in range(2)]
+            for j in range_constexpr(pairs):
+                e = [scalars.exp2(cute.math.fma(z[q, r, j], scales[r], -top)) for q in range(2)]
                 for q in range_constexpr(2):
                     totals[2 * (j % 2) + q] = totals[2 * (j % 2) + q] + e[q]
-                out[r, j] = scalars.pair(e[0], e[1], cutlass.BFloat16)
+                found[r, j] = scalars.pair(e[0], e[1], cutlass.BFloat16)
             total = (totals[0] + totals[1]) + (totals[2] + totals[3])
             for i in range_constexpr(2):
                 total = total + cute.arch.shuffle_sync_bfly(total, offset=1 << i)
-            sums.append(total)
-        return tuple(sums)
+            if lane % 4 == 0 and row.there:
+                used[column // COLUMN, row.token] = top
+                top, total, _ = scalars.combine(
+                    row.top, row.total, Float32(0.0), top, total, Float32(0.0), False
+                )
+                partials[0, row.slot] = top
+                partials[1, row.slot] = total
+        return found
 
     @cute.jit
     def leave(
@@ -171,7 +155,7 @@ class Exponentials(Fold):
         tokens: Int32,
         consumer: Int32,
     ):
-        """Copy a warpgroup's exponentials, [64 tokens, COLUMN classes], into E, piece by piece.
+        """Copy exponentials of a warpgroup, [64 tokens, COLUMN classes], into E, piece by piece.
 
         Args:
             e: What ``keep`` returns.

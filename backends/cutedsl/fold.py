@@ -83,11 +83,15 @@ class Fold:
         """Products become logits, up to the factors of the two rows that are returned; where there is no column,
         such as are below every logit.
         """
+        if const_expr(self.bias):  # nor is it kept for other rows
+            column = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[column])
         first = column + 2 * (cute.arch.lane_idx() % 4)
         pairs = cute.size(z, mode=[2])
         scales = [row.scale for row in rows]
         if const_expr(self.bias or self.softcap):
             for j in range_constexpr(pairs):
+                if const_expr(self.bias and j % 4 == 0):
+                    cute.arch.sync_warp()  # so that no more of it is loaded ahead than there are registers for
                 for q in range_constexpr(2):
                     shift = Float32(0.0)
                     if const_expr(self.bias):
@@ -112,7 +116,7 @@ class Fold:
     @cute.jit
     def fold(
         self,
-        z: cute.Tensor,  # (2, 2, 32): neighbouring columns, the two rows, columns 8 apart
+        z: cute.Tensor,  # (2, 2, COLUMN // 8): neighbouring columns, the two rows, columns 8 apart
         rows: tuple,
         bias: cute.Tensor | None,
         partials: cute.Tensor,
@@ -121,7 +125,7 @@ class Fold:
         column: Int32,
         vocabulary: Int32,
     ):
-        """Fold the 2 x 64 products of a thread, of a tile that starts at ``column``, into its rows' slots."""
+        """Fold the products of a thread, of a tile that starts at ``column``, into its two rows' slots."""
         lane = cute.arch.lane_idx()
         first = column + 2 * (lane % 4)
         pairs = cute.size(z, mode=[2])

@@ -3,10 +3,10 @@
 Where exponentials of the logits are kept for a gradient, the same product leaves them, see
 headmux.backends.cutedsl.exponentials; where two heads are compared, the logits, see headmux.backends.cutedsl.logits.
 
-A GEMM of 128 x 256 tiles, persistent and warp-specialised: one warp brings tiles in by TMA, the weight's by multicast
-where both thread blocks of a cluster need it, and two warpgroups multiply 64 tokens each by WGMMA. A warpgroup reduces
-its logits in registers, row by row, and folds them into a slot of ``partials`` that nobody else uses. A second kernel
-merges the slots of each token.
+A GEMM of 128 x 192 tiles, persistent and warp-specialised: one warp brings tiles in by TMA, the weight's by multicast
+where both thread blocks of a cluster need it, and two warpgroups multiply by WGMMA in turn, see
+headmux.backends.cutedsl.pingpong. A warpgroup reduces its logits in registers, row by row, and folds them into a slot
+of ``partials`` that nobody else uses. A second kernel merges the slots of each token.
 """
 
 import cutlass
@@ -16,27 +16,32 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from headmux.backends.cutedsl import exponentials, scalars
+from headmux.backends.cutedsl import exponentials, pingpong, scalars
 from headmux.backends.cutedsl.exponentials import Exponentials
 from headmux.backends.cutedsl.fold import Fold
 from headmux.backends.cutedsl.logits import Logits
+from headmux.backends.cutedsl.pingpong import (
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    DEPTH,
+    PRODUCER_REGISTERS,
+    STAGES,
+    THREADS,
+    WARPGROUP,
+)
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
 
-_DEPTH = 64  # hidden features of a stage: 128 bytes, the widest swizzle
-_STAGES = 4
-_WARP, _WARPGROUP = 32, 128
-_CONSUMERS = TOKENS // 64
-_THREADS = (1 + _CONSUMERS) * _WARPGROUP
-_PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232
+_WARP = 32
+_HALVES = TOKENS // exponentials.TOKENS  # of a tile's tokens, each a row or two of every thread
 _TOKEN_WARPS = 4  # of a thread block, with a token each
 
-_SHARED_BYTES = 1024 + _STAGES * (TOKENS + COLUMN) * _DEPTH * 2
+_SHARED_BYTES = 1024 + STAGES * (TOKENS + COLUMN) * DEPTH * 2
 _SETTLE_THREADS, _SETTLE_COLUMNS = 128, 8
 
 
 def shared_bytes(keep: bool) -> int:
     """Shared memory of a thread block: barriers, stages of 16-bit tiles, and exponentials on their way out."""
-    return _SHARED_BYTES + (_CONSUMERS * exponentials.BUFFERS * exponentials.PIECE_BYTES if keep else 0)
+    return _SHARED_BYTES + (CONSUMERS * exponentials.BUFFERS * exponentials.PIECE_BYTES if keep else 0)
 
 
 class Forward:
@@ -103,12 +108,12 @@ class Forward:
         layout_a, layout_b = (_stages(self.dtype, rows) for rows in (TOKENS, COLUMN))
         one_stage = (None, None, 0)
         atom_a, states_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SOp(), states, cute.slice_(layout_a, one_stage), (TOKENS, _DEPTH)
+            cpasync.CopyBulkTensorTileG2SOp(), states, cute.slice_(layout_a, one_stage), (TOKENS, DEPTH)
         )
         # the weight's tile for the whole cluster, or for one thread block
         shared_b, own_b = (
             cpasync.make_tiled_tma_atom(
-                op, weight, cute.slice_(layout_b, one_stage), (COLUMN, _DEPTH), num_multicast=count
+                op, weight, cute.slice_(layout_b, one_stage), (COLUMN, DEPTH), num_multicast=count
             )
             for op, count in (
                 (cpasync.CopyBulkTensorTileG2SMulticastOp(), CLUSTER), (cpasync.CopyBulkTensorTileG2SOp(), 1)
@@ -122,7 +127,7 @@ class Forward:
                 min_blocks_per_mp=1,  # so that a thread has the registers for all of its loads
                 stream=stream,
             )
-            layout_e = exponentials.shared_layout(self.dtype, _CONSUMERS)
+            layout_e = exponentials.shared_layout(self.dtype, CONSUMERS)
             atom_e, held_to = exponentials.copies(held, layout_e)
         blocks = cute.ceil_div(states.shape[0], TOKENS) // CLUSTER
         columns = cute.ceil_div(weight.shape[0], COLUMN)
@@ -132,14 +137,14 @@ class Forward:
             period, last_period, slots,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
-            block=[_THREADS, 1, 1],
+            block=[THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1,
             stream=stream,
         )
         self.merge(
             partials, target, logp, lse, entropy, counts, found, ignore, ignores, weight.shape[0], blocks, columns,
-            group, period, last_period, slots, clusters,
+            group, period, last_period, slots, CONSUMERS * clusters,
         ).launch(
             grid=[cute.ceil_div(states.shape[0], _TOKEN_WARPS), 1, 1],
             block=[_TOKEN_WARPS * _WARP, 1, 1],
@@ -223,7 +228,7 @@ class Forward:
 
         @cute.struct
         class Shared:
-            barriers: cute.struct.MemRange[cutlass.Int64, 2 * _STAGES]
+            barriers: cute.struct.MemRange[cutlass.Int64, 2 * STAGES]
             a: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_a)], 1024]
             b: cute.struct.Align[cute.struct.MemRange[self.dtype, cute.cosize(layout_b)], 1024]
 
@@ -240,23 +245,23 @@ class Forward:
         cta_layout = cute.make_layout((1, CLUSTER, 1, 1))
         loads = pipeline.PipelineTmaAsync.create(
             barrier_storage=shared.barriers.data_ptr(),
-            num_stages=_STAGES,
+            num_stages=STAGES,
             producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            # a stage is free once every consumer warp of both blocks has read its half of the shared weight tile
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * _CONSUMERS * 4),
-            tx_count=(TOKENS + COLUMN) * _DEPTH * self.dtype.width // 8,
+            # a stage is free once the warps of both thread blocks that read it have read their shared tile
+            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * 4),
+            tx_count=(TOKENS + COLUMN) * DEPTH * self.dtype.width // 8,
             cta_layout_vmnk=cta_layout,
             defer_sync=True,
         )
         pipeline.pipeline_init_arrive(cluster_shape_mn=cute.make_layout((CLUSTER, 1)), is_relaxed=True)
 
         # (rows, depth, row tiles, depth tiles)
-        tiles_a = cute.local_tile(states, (TOKENS, _DEPTH), (None, None))
+        tiles_a = cute.local_tile(states, (TOKENS, DEPTH), (None, None))
         depth = cute.size(tiles_a, mode=[3])
         pipeline.pipeline_init_wait(cluster_shape_mn=cute.make_layout((CLUSTER, 1)))
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(_PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp == 0:
             to_a, from_a = cpasync.tma_partition(
                 atom_a, 0, cute.make_layout(1), cute.group_modes(shared_a, 0, 2), cute.group_modes(tiles_a, 0, 2)
@@ -268,7 +273,7 @@ class Forward:
                 atom_own_b, 0, cute.make_layout(1), cute.group_modes(shared_b, 0, 2), _columns(own_weight)
             )
             everyone = cutlass.Int16((1 << CLUSTER) - 1)
-            filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, _STAGES)
+            filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
             for number in cutlass.range(cluster, tiles, clusters, unroll=1):
                 block, column = scalars.tile_at(number, rank, blocks, columns, group)
                 row = block * CLUSTER
@@ -292,64 +297,46 @@ class Forward:
             loads.producer_tail(filled)
 
         if warp >= 4:
-            cute.arch.setmaxregister_increase(_CONSUMER_REGISTERS)
-            consumer = cute.arch.make_warp_uniform(thread // _WARPGROUP - 1)
-            part = mma.get_slice(cute.make_layout(_CONSUMERS, stride=_WARPGROUP)(consumer))
+            cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
+            consumer = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
+            part = mma.get_slice(0)
             operand_a = mma.make_fragment_A(part.partition_A(shared_a))
             operand_b = mma.make_fragment_B(part.partition_B(shared_b))
             accumulator = cute.make_rmem_tensor(mma.partition_shape_C((TOKENS, COLUMN)), Float32)
-            ready = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _STAGES)
-            done = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, _STAGES)
-            for number in cutlass.range(cluster, tiles, clusters, unroll=1):
+            for number in cutlass.range(cluster + consumer * clusters, tiles, CONSUMERS * clusters, unroll=1):
                 block, column = scalars.tile_at(number, rank, blocks, columns, group)
-                first = consumer * 64 + warp % 4 * 16
-                if number < whole:
-                    first += rank * TOKENS
-                slot, step, again = scalars.slots_of(
-                    block, blocks, columns, group, period, last_period, slots, clusters
+                mma = pingpong.multiply(
+                    mma, accumulator, operand_a, operand_b, loads, depth, number, cluster, clusters, tiles, consumer
                 )
-                # read before the products, so that nothing waits for it after them
-                rows = self.fold.rows(
-                    block * (CLUSTER * TOKENS) + first, slot + first * step + column % again, step, column < again,
-                    tokens, target, factors, factor, partials,
-                )
-                if const_expr(self.keep):
-                    tops = self.fold.tops(rows, counts, guess)
-                loads.consumer_wait(ready)
-                warpgroup.fence()
-                for i in range_constexpr(_DEPTH // 16):
-                    mma.set(warpgroup.Field.ACCUMULATE, i > 0)
-                    at = (None, None, i, ready.index)
-                    cute.gemm(mma, accumulator, operand_a[at], operand_b[at], accumulator)
-                warpgroup.commit_group()
-                ready.advance()
-                for _ in cutlass.range(1, depth, unroll=1):
-                    loads.consumer_wait(ready)
-                    for i in range_constexpr(_DEPTH // 16):
-                        at = (None, None, i, ready.index)
-                        cute.gemm(mma, accumulator, operand_a[at], operand_b[at], accumulator)
-                    warpgroup.commit_group()
-                    ready.advance()
-                    warpgroup.wait_group(1)
-                    loads.consumer_release(done)
-                    done.advance()
-                warpgroup.wait_group(0)
-                loads.consumer_release(done)
-                done.advance()
-                z = cute.make_tensor(accumulator.iterator, cute.make_layout((2, 2, COLUMN // 8)))
                 if column < columns:
-                    if const_expr(self.keep):
-                        e = self.fold.keep(
-                            z, rows, tops, bias, partials, logp, used, inner, column * COLUMN, weight.shape[0]
-                        )
-                        sixty_four = block * CLUSTER * _CONSUMERS + consumer
+                    slot, step, again = scalars.slots_of(
+                        block, blocks, columns, group, period, last_period, slots, CONSUMERS * clusters
+                    )
+                    for half in range_constexpr(_HALVES):
+                        first = half * exponentials.TOKENS
                         if number < whole:
-                            sixty_four += rank * _CONSUMERS
-                        self.fold.leave(e, address, atom_e, buffers, places, column, sixty_four, consumer)
-                    elif const_expr(self.store):
-                        self.fold.store(z, rows, bias, partials, held, inner, column * COLUMN, weight.shape[0])
-                    else:
-                        self.fold.fold(z, rows, bias, partials, logp, inner, column * COLUMN, weight.shape[0])
+                            first += rank * TOKENS
+                        place = first + warp % 4 * 16
+                        rows = self.fold.rows(
+                            block * (CLUSTER * TOKENS) + place, slot + place * step + column % again, step,
+                            column < again, tokens, target, factors, factor, partials,
+                        )
+                        shape = (2, 2, COLUMN // 8)
+                        z = cute.make_tensor(
+                            accumulator.iterator + half * cute.size(shape), cute.make_layout(shape)
+                        )
+                        start = column * COLUMN
+                        if const_expr(self.keep):
+                            tops = self.fold.tops(rows, counts, guess)
+                            e = self.fold.keep(
+                                z, rows, tops, bias, partials, logp, used, inner, start, weight.shape[0]
+                            )
+                            sixty_four = block * (CLUSTER * _HALVES) + first // exponentials.TOKENS
+                            self.fold.leave(e, address, atom_e, buffers, places, column, sixty_four, consumer)
+                        elif const_expr(self.store):
+                            self.fold.store(z, rows, bias, partials, held, inner, start, weight.shape[0])
+                        else:
+                            self.fold.fold(z, rows, bias, partials, logp, inner, start, weight.shape[0])
             if const_expr(self.keep):  # shared memory stays until it has been read
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
@@ -372,13 +359,13 @@ class Forward:
         period: Int32,
         last_period: Int32,
         slots: Int32,
-        clusters: Int32,
+        workers: Int32,
     ):
         """Results of a token by a warp, from its slots."""
         token = cute.arch.block_idx()[0] * _TOKEN_WARPS + cute.arch.warp_idx()
         if token < lse.shape[0]:
             block = token // (CLUSTER * TOKENS)
-            slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, clusters)
+            slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, workers)
             if again > columns:
                 again = columns
             slot += token % (CLUSTER * TOKENS) * step
@@ -405,17 +392,17 @@ class Forward:
 
 
 def tiled_mma(dtype):
-    """The matrix multiplication of a tile by all consumers."""
+    """The matrix multiplication of a tile by a warpgroup."""
     major = cute.nvgpu.OperandMajorMode.K
-    return sm90.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, (_CONSUMERS, 1, 1), tiler_mn=(64, COLUMN))
+    return sm90.make_trivial_tiled_mma(dtype, dtype, major, major, Float32, (1, 1, 1), tiler_mn=(64, COLUMN))
 
 
 def _columns(weight):
     """A weight as (the elements of a tile, columns, depth tiles)."""
-    return cute.group_modes(cute.local_tile(weight, (COLUMN, _DEPTH), (None, None)), 0, 2)
+    return cute.group_modes(cute.local_tile(weight, (COLUMN, DEPTH), (None, None)), 0, 2)
 
 
 def _stages(dtype, rows):
     """Layout of all stages of a tile in shared memory."""
     atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
-    return cute.tile_to_shape(atom, (rows, _DEPTH, _STAGES), order=(0, 1, 2))
+    return cute.tile_to_shape(atom, (rows, DEPTH, STAGES), order=(0, 1, 2))

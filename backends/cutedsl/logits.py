@@ -30,7 +30,7 @@ class Logits(Fold):
         column: Int32,
         vocabulary: Int32,
     ):
-        """Store the 2 x 64 logits of a thread, of a tile that starts at ``column``, and fold them into its rows' slots.
+        """Store the logits of a thread, of a tile that starts at ``column``, and fold them into its two rows' slots.
 
         ``held`` is [V, n].
         """

@@ -48,7 +48,7 @@ def tile_at(number: Int32, rank: Int32, blocks: Int32, columns: Int32, group: In
 @cute.jit
 def slots_of(
     block: Int32, blocks: Int32, columns: Int32, group: Int32, period: Int32, last_period: Int32, slots: Int32,
-    clusters: Int32,
+    workers: Int32,
 ):
     """The place of a token block's first slot, the step from a token to the next, and after how many columns a slot
     is used again. Slots of a token lie side by side.
@@ -57,7 +57,7 @@ def slots_of(
     if block >= (blocks - 1) // group * group:
         again = last_period
     if block >= blocks:
-        step, again = clusters * CLUSTER, clusters * CLUSTER
+        step, again = workers * CLUSTER, workers * CLUSTER
     return block * (CLUSTER * TOKENS * slots), step, again
 
 

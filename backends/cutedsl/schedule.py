@@ -5,9 +5,10 @@ Tiles are numbered in groups of token blocks, within a group vocabulary first: t
 share few weight tiles, and the states of a group stay in the second-level cache while the weight streams past once a
 group. Cluster c takes tiles c, c + clusters, ...
 
-So a token block of a group of ``height`` blocks meets the same cluster again after
-``period = clusters / gcd(clusters, height)`` columns. Column j goes into slot ``j % period``: a slot belongs to one
-cluster, which folds its columns into it one after the other, in the same order in each call.
+The two warpgroups of a thread block take its tiles in turn. So a token block of a group of ``height`` blocks meets the
+same warpgroups again after ``period = workers / gcd(workers, height)`` columns, there being twice as many workers as
+clusters. Column j goes into slot ``j % period``: a slot belongs to one worker, which folds its columns into it one
+after the other, in the same order in each call.
 
 Up to 128 tokens at the end that fill no more than half a block are a half block, whose tiles come last. There the
 thread blocks of a cluster take the same tokens and neighbouring columns, and each has slots of its own.
@@ -18,13 +19,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+WORKERS = 2
+"""Warpgroups of a thread block that take tiles in turn."""
+
 CLUSTER = 2
 """Thread blocks of a cluster."""
 
 TOKENS = 128
 """Tokens of a thread block's tile."""
 
-COLUMN = 256
+COLUMN = 192
 """Vocabulary rows of a thread block's tile."""
 
 _GROUP_BYTES = 8 * 2**20  # hidden states of a group; from 4 to 22 MiB an H200's times differ by 2 %
@@ -59,8 +63,9 @@ class Schedule:
         return cls(blocks, half > 0, columns, max(1, -(-blocks // groups)), clusters)
 
     def period(self, height: int) -> int:
-        """After how many columns a token block of a group of ``height`` blocks meets the same cluster again."""
-        return self.clusters // math.gcd(self.clusters, height)
+        """After how many columns a token block of a group of ``height`` blocks meets the same worker again."""
+        workers = WORKERS * self.clusters
+        return workers // math.gcd(workers, height)
 
     @property
     def periods(self) -> tuple[int, int]:
@@ -74,5 +79,5 @@ class Schedule:
 
     @property
     def size(self) -> int:
-        """Slots of all tokens: of whole blocks, then of the half block, which has one for each running thread block."""
-        return TOKENS * CLUSTER * (self.blocks * self.slots + (self.clusters if self.half else 0))
+        """Slots of all tokens: of whole blocks, then of the half block, which has one for each running warpgroup."""
+        return TOKENS * CLUSTER * (self.blocks * self.slots + (WORKERS * self.clusters if self.half else 0))
