@@ -386,7 +386,8 @@ def _logits(
         z = softcap * torch.tanh(z / softcap)
     z = z / temperature * math.log2(math.e)
     held.copy_(z.T)
-    return (z * math.log(2.0)).logsumexp(1) / math.log(2.0)
+    top = z.amax(1)
+    return torch.stack([top, torch.exp2(z - top[:, None]).sum(1).log2()])
 
 
 def _compared(config: Comparison) -> Any:
@@ -399,7 +400,7 @@ def _compared(config: Comparison) -> Any:
     ) -> None:
         assert (sums is not None, out is not None) == (config.loss, config.gradient is not None)
         assert (kl is not None) == (out is not None and not config.loss)
-        log_q, log_p = ((x - y) * math.log(2.0) for x, y in ((q, q_lse), (p, p_lse)))
+        log_q, log_p = ((x - lse[0] - lse[1]) * math.log(2.0) for x, lse in ((q, q_lse), (p, p_lse)))
         log_m = {0.0: log_q, 1.0: log_p}.get(config.beta)  # type: ignore[arg-type]
         if log_m is None:
             log_m = torch.logaddexp(log_p + math.log(teacher), log_q + math.log(student))
