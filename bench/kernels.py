@@ -68,7 +68,7 @@ class Inputs:
         found, rest = launch.statistics(self._logits, transform, Wanted(), labels, dots)
         by = Coefficients(ones, ones)
         student, teacher = (
-            launch.Side(raw, transform, launch.statistics(raw, transform, Wanted())[0].lse)
+            launch.Side(raw, transform, launch.logsumexp(raw, transform))
             for raw in (logits(torch.float32), logits(torch.float32))
         )
         kl = launch.diverge(student, teacher, BETA, labels.valid, loss=True)[-1]
@@ -81,7 +81,7 @@ class Inputs:
                 2 * held,
                 lambda: launch.to_gradient(self._raw, transform, labels, dots, rest, found.lse, by),
             ),
-            "look_fp32": (wide, lambda: launch.statistics(student.raw, transform, Wanted())),
+            "look_fp32": (wide, lambda: launch.logsumexp(student.raw, transform)),
             "diverge_sums": (2 * wide, lambda: launch.diverge(student, teacher, BETA, labels.valid, loss=True)),
             "diverge_gradient": (
                 2 * wide + held,

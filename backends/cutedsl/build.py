@@ -192,7 +192,7 @@ def _compare(config: Comparison, options: str) -> Any:
     gradient = None if config.gradient is None else _dtype(config.gradient)
     classes, tokens = cute.sym_int(), cute.sym_int()
 
-    def vector(given: bool = True) -> Any:
+    def vector(given: bool) -> Any:
         return cute.runtime.make_fake_compact_tensor(Float32, (tokens,), assumed_align=4) if given else None
 
     stride = (cute.sym_int64(divisibility=8), 1)
@@ -207,8 +207,9 @@ def _compare(config: Comparison, options: str) -> Any:
     if config.loss:
         shape = (diverge.planes, cute.sym_int(), tokens)
         partials = cute.runtime.make_fake_compact_tensor(Float32, shape, stride_order=(2, 1, 0))
+    lses = [cute.runtime.make_fake_compact_tensor(Float32, (2, tokens), stride_order=(1, 0)) for _ in range(2)]
     return cute.compile(
-        diverge, student, teacher, vector(), vector(), partials, vector(gradient is not None),
+        diverge, student, teacher, *lses, partials, vector(gradient is not None),
         vector(gradient is not None and not config.loss), out, *[Float32(1.0)] * 3, *[Int32(1)] * 3,
         cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True), options=options,
     )  # fmt: skip
@@ -271,7 +272,7 @@ def _forward(config: Config, options: str) -> Any:
         vector(Float32, tokens, config.per_token),
         planes(3 if config.entropy else 2, cute.sym_int()),
         vector(Float32, tokens, not config.store),
-        vector(Float32, tokens),
+        planes(2, tokens) if config.store else vector(Float32, tokens),
         vector(Float32, tokens, config.entropy),
         held,
         vector(Float32, tokens, config.keep),

@@ -19,7 +19,7 @@ from multiprocessing import get_context
 import torch
 
 from headmux.backends.common import resources as common
-from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Comparison, Config, Kind, Scaling, Sorting, compiled
+from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Adding, Comparison, Config, Kind, Scaling, Sorting, compiled
 
 MOST_SHARED = common.MOST_SHARED[90]
 """Bytes of shared memory that a thread block can have on Hopper."""
@@ -32,7 +32,8 @@ class Resources:
     Attributes:
         architecture: What for.
         config: Its configuration.
-        kernel: ``"guess"``, ``"logits"``, ``"merge"``, ``"settle"``, ``"scale"``, ``"sort"`` or ``"diverge"``.
+        kernel: ``"guess"``, ``"logits"``, ``"merge"``, ``"settle"``, ``"scale"``, ``"sort"``, ``"diverge"`` or
+            ``"accumulate"``.
         registers: Registers of a thread at launch.
         stack: Bytes of stack of a thread. Above 0, registers spill.
         shared: Bytes of shared memory of a thread block.
@@ -69,13 +70,17 @@ def configs() -> Iterator[Kind]:
         yield Scaling(kind, each)
     for ignores in (False, True):
         yield Sorting(ignores)
+    for dtype, (add, inside) in itertools.product(
+        (torch.bfloat16, torch.float16), ((False, False), (False, True), (True, False))
+    ):
+        yield Adding(dtype, add, inside)
 
 
 def targets() -> Iterator[tuple[Kind, str]]:
     """Every configuration with each architecture that it is to compile for. Products are for exactly one."""
     for config in configs():
         yield config, ARCHITECTURE
-        if not isinstance(config, Config):
+        if not isinstance(config, Config | Adding):
             yield config, "sm_100a"
 
 
@@ -85,6 +90,7 @@ def resources(config: Kind, architecture: str = ARCHITECTURE) -> list[Resources]
     Raises:
         FileNotFoundError: There is no cuobjdump.
     """
+    from headmux.backends.cutedsl.accumulate import SHARED_BYTES
     from headmux.backends.cutedsl.forward import shared_bytes
 
     with tempfile.TemporaryDirectory() as folder:
@@ -92,13 +98,17 @@ def resources(config: Kind, architecture: str = ARCHITECTURE) -> list[Resources]
     found = []
     for symbol, one in common.usage(cubin, code=True).items():
         kernel = _kernel(symbol)
-        shared = shared_bytes(config.keep) if isinstance(config, Config) and kernel == "logits" else one.shared
+        shared = one.shared
+        if kernel == "accumulate":
+            shared = SHARED_BYTES
+        elif isinstance(config, Config) and kernel == "logits":
+            shared = shared_bytes(config.keep)
         found.append(Resources(architecture, config, kernel, one.registers, one.stack, shared, one.code.count("HGMMA")))
     return found
 
 
 def _kernel(symbol: str) -> str:
-    names = ("guess", "logits", "settle", "scale", "sort", "diverge")
+    names = ("guess", "logits", "settle", "scale", "sort", "diverge", "accumulate")
     return next((name for name in names if f"_{name}_" in symbol), "merge")
 
 

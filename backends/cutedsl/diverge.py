@@ -49,8 +49,8 @@ class Diverge:
         self,
         student: cute.Tensor,  # [V, n] fp32, rows of neighbouring elements
         teacher: cute.Tensor,  # [V, n] fp32
-        student_lse: cute.Tensor,  # [n] fp32, in units of log 2
-        teacher_lse: cute.Tensor,  # [n] fp32, the same
+        student_lse: cute.Tensor,  # [2, n] fp32, as ``Logits.logsumexp`` leaves it
+        teacher_lse: cute.Tensor,  # [2, n] fp32, the same
         partials: cute.Tensor | None,  # [1 or 2, parts, n] fp32
         upstream: cute.Tensor | None,  # [n] fp32
         kl: cute.Tensor | None,  # [n] fp32
@@ -109,14 +109,15 @@ class Diverge:
         lses, slopes, offsets, gone = [], [], [], []
         for i in range_constexpr(TOKENS):
             token = four * TOKENS + i
-            q_lse, p_lse, factor, mean = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+            q_top, q_sum, p_top, p_sum, factor, mean = [Float32(0.0)] * 6
             if token < tokens:
-                q_lse, p_lse = student_lse[token], teacher_lse[token]
+                q_top, q_sum = student_lse[0, token], student_lse[1, token]
+                p_top, p_sum = teacher_lse[0, token], teacher_lse[1, token]
                 if const_expr(self.gradient is not None):
                     factor = upstream[token] * chain
                 if const_expr(kl is not None):
                     mean = kl[token]
-            lses.append((q_lse, p_lse, q_lse - p_lse))
+            lses.append((q_top, q_sum, p_top, p_sum, (q_top - p_top) + (q_sum - p_sum)))
             gone.append(factor == 0.0)
             if const_expr(self.beta is None):
                 factor = factor * student_share
@@ -184,8 +185,8 @@ class Diverge:
         cute.autovec_copy(mine[(None, 1, stage)], p_bits)
         gradient = cute.make_rmem_tensor((1, TOKENS), Float32)
         for i in range_constexpr(TOKENS):
-            q_lse, p_lse, shift = lses[i]
-            log_q, log_p = q_bits[i] - q_lse, p_bits[i] - p_lse
+            q_top, q_sum, p_top, p_sum, shift = lses[i]
+            log_q, log_p = (q_bits[i] - q_top) - q_sum, (p_bits[i] - p_top) - p_sum
             d = (q_bits[i] - p_bits[i]) - shift
             if const_expr(self.loss):
                 if const_expr(self.beta is None):

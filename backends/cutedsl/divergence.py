@@ -1,4 +1,4 @@
-"""The divergence of two softmaxes, from products that leave logits and their log-sum-exp."""
+"""The divergence of two softmaxes, from products that leave logits and the two parts of their log-sum-exp."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class Forward:
         factors: cute.Tensor | None,  # [N] fp32
         partials: cute.Tensor,  # [2 or 3, slots of all tokens] fp32
         logp: cute.Tensor | None,  # [N] fp32
-        lse: cute.Tensor,  # [N] fp32
+        lse: cute.Tensor,  # [N] fp32, [2, N] with ``store``
         entropy: cute.Tensor | None,  # [N] fp32
         held: cute.Tensor | None,  # [V, N], rows of neighbouring elements
         counts: cute.Tensor | None,  # [N] fp32, 0 for tokens that do not count
@@ -102,7 +102,7 @@ class Forward:
         of range. With ``keep`` all targets are in range, ``counts`` tells which do not count, ``guess`` gets what
         ``Exponentials.guess`` says, and ``logp`` the logits at the targets; ``held`` gets the exponentials of the
         others and what stands in place of the target's, ``found`` what ``Exponentials.statistics`` says. With
-        ``store`` there are no targets; ``held`` gets those exponents in fp32, and ``lse`` is in units of log 2 too.
+        ``store`` there are no targets; ``held`` gets those exponents in fp32, ``lse`` what ``Logits.logsumexp`` says.
         """
         mma = tiled_mma(self.dtype)
         layout_a, layout_b = (_stages(self.dtype, rows) for rows in (TOKENS, COLUMN))
@@ -143,8 +143,8 @@ class Forward:
             stream=stream,
         )
         self.merge(
-            partials, target, logp, lse, entropy, counts, found, ignore, ignores, weight.shape[0], blocks, columns,
-            group, period, last_period, slots, CONSUMERS * clusters,
+            partials, target, logp, lse, entropy, counts, found, ignore, ignores, states.shape[0], weight.shape[0],
+            blocks, columns, group, period, last_period, slots, CONSUMERS * clusters,
         ).launch(
             grid=[cute.ceil_div(states.shape[0], _TOKEN_WARPS), 1, 1],
             block=[_TOKEN_WARPS * _WARP, 1, 1],
@@ -352,6 +352,7 @@ class Forward:
         found: cute.Tensor | None,
         ignore: Int64,
         ignores: Int32,
+        tokens: Int32,
         vocabulary: Int32,
         blocks: Int32,
         columns: Int32,
@@ -363,7 +364,7 @@ class Forward:
     ):
         """Results of a token by a warp, from its slots."""
         token = cute.arch.block_idx()[0] * _TOKEN_WARPS + cute.arch.warp_idx()
-        if token < lse.shape[0]:
+        if token < tokens:
             block = token // (CLUSTER * TOKENS)
             slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, workers)
             if again > columns:

@@ -1,4 +1,4 @@
-"""Logits, left by the product that forms them, with their log-sum-exp.
+"""Logits, left by the product that forms them, with the two parts of their log-sum-exp.
 
 Four times 8 neighbouring threads of a warp hold 8 neighbouring tokens of a class each, so that plain stores into
 [V, n], token index last, fill 32-byte sectors.
@@ -73,7 +73,10 @@ class Logits(Fold):
 
     @cute.jit
     def logsumexp(self, token: Int32, slot: Int32, slots: Int32, partials: cute.Tensor, lse: cute.Tensor):
-        """That of a token in units of log 2, by a warp, from so many slots at ``slot``."""
+        """That of a token in units of log 2, by a warp, from so many slots at ``slot``: the largest logit, and the
+        logarithm of the sum of exponentials against it.
+        """
         top, total, _ = self.total(slot, slots, partials)
         if cute.arch.lane_idx() == 0:
-            lse[token] = top + cute.math.log2(total)
+            lse[0, token] = top
+            lse[1, token] = cute.math.log2(total)

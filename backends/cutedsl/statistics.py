@@ -88,9 +88,10 @@ def logits(
         temperature: Divisor of what comes out.
 
     Returns:
-        [N] fp32: the logsumexp, in units of log 2.
+        [2, N] fp32: the two parts of the logsumexp, the largest logit and the logarithm of the sum of exponentials
+        against it, in units of log 2.
     """
-    lse = _per_token(input)
+    lse = input.new_empty((2, input.shape[0]), dtype=torch.float32)
     _launch(
         input, weight, bias, None, (None, lse, None), [held, *[None] * 4], scale=scale, softcap=softcap,
         temperature=temperature, ignore_index=None, store=True,

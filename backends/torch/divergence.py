@@ -22,14 +22,14 @@ class TorchDivergence(Divergence):
     ) -> Tensor:
         """Losses, and the gradient in ``out``."""
         beta = self.args.beta
-        q_logits, q_lse = self._logits(self.student, student, tokens)
-        p_logits, p_lse = self._logits(self.teacher, teacher, tokens)
+        q_logits, q_top, q_sum = self._logits(self.student, student, tokens)
+        p_logits, _, p_sum = self._logits(self.teacher, teacher, tokens)
 
         def log_probabilities(rows: slice) -> tuple[Tensor, Tensor]:
-            return q_logits[rows] - q_lse, p_logits[rows] - p_lse
+            return q_logits[rows] - q_sum, p_logits[rows] - p_sum
 
         blocks = list(self.plan.blocks(tokens.stop - tokens.start))
-        loss = torch.zeros_like(q_lse)
+        loss = torch.zeros_like(q_sum)
         student_kl = torch.zeros_like(loss)  # KL(Q || M)
         for rows in blocks:
             q, p = log_probabilities(rows)
@@ -53,24 +53,33 @@ class TorchDivergence(Divergence):
                 g = q.exp().mul_(q.sub_(m).sub_(student_kl)).mul_(1.0 if beta == 1.0 else 1.0 - beta)
             g.mul_(upstream * head.chain(tokens))
             if head.softcap is not None:
-                g.mul_(head.softcap_factor(q_logits[rows], tokens))
+                g.mul_(head.softcap_factor(q_logits[rows] + q_top, tokens))
             out[rows].copy_(g)
         return loss
 
-    def _logits(self, head: Head, flat: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+    def _logits(self, head: Head, flat: Tensor, tokens: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits less each token's largest, that, and the logarithm of the sum of their exponentials.
+
+        A logsumexp in one number is rounded to an ulp of the largest logit, which may be more than a divergence.
+        """
         right = head.right(tokens)
         count = right.shape[1]
         z = rows_of(flat, self.vocabulary, count)
-        parts = []
-        for rows in self.plan.blocks(count):
+        blocks = list(self.plan.blocks(count))
+        tops = []
+        for rows in blocks:
             room = flat[rows.start * padded(count) :]
             if head.wide == self.wide:
                 head.logits(head.weight[rows], rows, tokens, right, room)
             else:
                 narrow = room.new_empty((rows.stop - rows.start) * padded(count), dtype=head.wide)
                 z[rows].copy_(head.logits(head.weight[rows], rows, tokens, right, narrow))
-            parts.append(torch.logsumexp(z[rows], dim=0))
-        return z, torch.logsumexp(torch.stack(parts), dim=0)
+            tops.append(z[rows].amax(0))
+        top = torch.stack(tops).amax(0)
+        total = torch.zeros_like(top)
+        for rows in blocks:
+            total += z[rows].sub_(top).exp().sum(0)
+        return z, top, total.log_()
 
     def _mixture(self, q: Tensor, p: Tensor) -> Tensor:
         """log M."""

@@ -12,9 +12,8 @@ from torch import Tensor
 from headmux.backends.common.budget import MIB
 from headmux.backends.common.head import Head, Steps
 from headmux.backends.common.jsd import Divergence
-from headmux.backends.common.softmax import Wanted
 from headmux.backends.common.storage import rows_of
-from headmux.backends.triton.launch import Side, Transform, diverge, raw_logits, scale_rows, statistics
+from headmux.backends.triton.launch import Side, Transform, diverge, logsumexp, raw_logits, scale_rows
 
 
 class TritonDivergence(Divergence):
@@ -45,4 +44,4 @@ class TritonDivergence(Divergence):
         raw = rows_of(flat, self.vocabulary, tokens.stop - tokens.start)
         raw_logits(head, tokens, raw, self.plan)
         transform = Transform(head, tokens)
-        return Side(raw, transform, statistics(raw, transform, Wanted())[0].lse)
+        return Side(raw, transform, logsumexp(raw, transform))

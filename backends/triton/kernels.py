@@ -66,10 +66,10 @@ def _bits(raw, bias, unit, scale, softcap, inverse):
 def _tanh(x):
     """To fp32's precision: near 0 by its series, elsewhere from an exponential, which would cancel there."""
     square = x * x
-    series = -0.3333333333 + square * (0.1333333333 + square * (-0.0539682540 + square * 0.0218694885))
+    series = tl.fma(square, tl.fma(square, tl.fma(square, 0.0218694885, -0.0539682540), 0.1333333333), -0.3333333333)
     e = tl.exp2(tl.abs(x) * (-2.0 * _LOG2E))
     far = (1.0 - e) / (1.0 + e)
-    return tl.where(tl.abs(x) < 0.25, x + x * square * series, tl.where(x < 0.0, -far, far))
+    return tl.where(tl.abs(x) < 0.25, tl.fma(x * square, series, x), tl.where(x < 0.0, -far, far))
 
 
 @triton.jit
@@ -291,11 +291,12 @@ def settle(
 def combine(
     partials, parts, n, S, stride, labels, valid, dots, bias, divisors, weights, unit, scale, softcap, inverse,
     out, best_out,
-    EXPONENTIALS: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr,
+    APART: tl.constexpr, EXPONENTIALS: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Statistics of BN tokens from their parts in a fixed order: ``out`` [..., n], the logsumexp; with ``labels`` the
-    logit at the label and 1 - p there; and what else is wanted. 0 where a token is not valid.
+    logit at the label and 1 - p there; and what else is wanted. 0 where a token is not valid. With APART, ``out``
+    [2, n] has m and the logarithm of the sum of e instead, both / log 2.
 
     The logit at each label is that of the fp32 ``dots``, in place of the one that S holds. With ENTROPY the parts leave
     that one out. With EXPONENTIALS, the parts are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the
@@ -369,7 +370,11 @@ def combine(
             smoothed += weight * (exact - held)
         top = peak
     log_total = tl.log2(total)
-    tl.store(out + c, _kept((top + log_total) * _LN2, valid, c, here), mask=here)
+    if APART:
+        tl.store(out + c, top, mask=here)
+        tl.store(out + n + c, log_total, mask=here)
+    else:
+        tl.store(out + c, _kept((top + log_total) * _LN2, valid, c, here), mask=here)
     if ENTROPY:
         entropy = _kept((log_total - moment / total) * _LN2, valid, c, here)
         tl.store(out + (1 + 2 * (labels is not None)) * n + c, entropy, mask=here)
@@ -509,7 +514,8 @@ def diverge(
     upstream, kl, out, out_stride, partials, rows, parts,
     TEACHER: tl.constexpr, STUDENT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of ``rows`` classes and BN tokens, from raw fp32 logits of student (Q) and teacher (P), M being their mixture:
+    """Of ``rows`` classes and BN tokens, from raw fp32 logits of student (Q) and teacher (P), and of each what
+    ``combine`` leaves with APART, M being their mixture:
 
     - TEACHER, STUDENT: sums of p * log(p / m) and q * log(q / m), into ``partials`` [TEACHER + STUDENT, parts, n];
     - with ``out``: the gradient with respect to the student's raw logits for ``upstream``, 0 where a token is not
@@ -523,8 +529,10 @@ def diverge(
     high = tl.minimum(low + rows, V)
     c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
     here = c < n
-    q_total = tl.load(q_lse + c, mask=here, other=0.0)[None, :] * _LOG2E
-    p_total = tl.load(p_lse + c, mask=here, other=0.0)[None, :] * _LOG2E
+    q_top = tl.load(q_lse + c, mask=here, other=0.0)[None, :]
+    p_top = tl.load(p_lse + c, mask=here, other=0.0)[None, :]
+    q_total = tl.load(q_lse + n + c, mask=here, other=0.0)[None, :]
+    p_total = tl.load(p_lse + n + c, mask=here, other=0.0)[None, :]
     if out is not None:
         chain = tl.load(upstream + c, mask=here, other=0.0)[None, :] * (q_scale * inverse)
         counted = here[None, :]
@@ -554,8 +562,8 @@ def diverge(
             q_bits = tl.maximum(q_bits, _LOWEST)
         if p_bias is not None:
             p_bits = tl.maximum(p_bits, _LOWEST)
-        log_q = q_bits - q_total
-        log_p = p_bits - p_total
+        log_q = (q_bits - q_top) - q_total
+        log_p = (p_bits - p_top) - p_total
         q = tl.exp2(log_q)
         p = tl.exp2(log_p)
         if beta is None:  # one of them is the mixture

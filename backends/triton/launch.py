@@ -21,6 +21,9 @@ from headmux.contract import Upstream
 
 # fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
 _FP16_UNIT = 64.0
+_NOTHING_ELSE = {"ENTROPY": False, "SMOOTHED": False, "BEST": False}
+# a logit less the largest is exact near that only where both kernels round it first
+_REPEATED = {"enable_fp_fusion": False}
 _TRITON = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -104,9 +107,8 @@ def statistics(
     Returns:
         The statistics, and with labels [n] 1 - p of each label.
     """
-    vocabulary, count = raw.shape
-    t, device = transform, raw.device
-    cut = tuning(device).look.cut(raw)
+    count, device = raw.shape[1], raw.device
+    t, cut = transform, tuning(device).look.cut(raw)
     weights = wanted.smoothed if isinstance(wanted.smoothed, Tensor) else None
     smoothed = wanted.smoothed is not None
     planes = 2 + wanted.entropy + smoothed + wanted.best
@@ -117,17 +119,24 @@ def statistics(
     flags = {"ENTROPY": wanted.entropy, "SMOOTHED": smoothed, "BEST": wanted.best}
     left_out = labels.index if labels is not None and wanted.entropy else None
     with on_device(device):
-        kernels.look[(cut.programs,)](
-            raw, raw.stride(0), count, vocabulary, left_out, t.bias, t.divisors, weights,
-            unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
-            **flags, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
-        )  # fmt: skip
-        _combine(raw, t, cut, partials, found, labels, dots, best, weights, EXPONENTIALS=False, **flags)
+        _look(raw, t, cut, partials, left_out, weights, **flags)
+        _combine(raw, t, cut, partials, found, labels, dots, best, weights, **flags)
     given = iter(found.unbind(0))
     lse = next(given)
     target_logit, rest = (next(given), next(given)) if labels is not None else (lse, lse)
     entropy = next(given) if wanted.entropy else None
     return Statistics(lse, target_logit, entropy, best, next(given) if smoothed else None), rest
+
+
+def logsumexp(raw: Tensor, transform: Transform) -> Tensor:
+    """One read of raw logits: [2, n], the largest and log(sum of exponentials against that), both / log 2."""
+    cut = tuning(raw.device).look.cut(raw)
+    partials = torch.empty((2, cut.parts, raw.shape[1]), dtype=torch.float32, device=raw.device)
+    found = torch.empty((2, raw.shape[1]), dtype=torch.float32, device=raw.device)
+    with on_device(raw.device):
+        _look(raw, transform, cut, partials, None, None, **_NOTHING_ELSE, **_REPEATED)
+        _combine(raw, transform, cut, partials, found, None, None, None, None, APART=True, **_NOTHING_ELSE)
+    return found
 
 
 def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor) -> tuple[Statistics, Tensor]:
@@ -147,8 +156,7 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
             raw, raw.stride(0), count, vocabulary, labels.index, labels.valid, dots, t.bias, t.divisors,
             t.scale, t.inverse, partials, cut.rows, cut.parts, **tiles,
         )  # fmt: skip
-        flags = {"ENTROPY": False, "SMOOTHED": False, "BEST": False}
-        _combine(raw, t, cut, partials, found, labels, dots, None, None, EXPONENTIALS=True, **flags)
+        _combine(raw, t, cut, partials, found, labels, dots, None, None, EXPONENTIALS=True, **_NOTHING_ELSE)
         kernels.settle[(cut.programs,)](
             raw, raw.stride(0), count, vocabulary, labels.index, partials, found, cut.rows, cut.parts, **tiles
         )
@@ -178,7 +186,7 @@ def to_gradient(
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One model's fp32 raw logits [V, n], their transform, and the logsumexp [n] of what it makes of them."""
+    """One model's fp32 raw logits [V, n], their transform, and the ``logsumexp`` [2, n] of what it makes of them."""
 
     raw: Tensor
     transform: Transform
@@ -210,22 +218,34 @@ def diverge(
             beta if 0.0 < beta < 1.0 else None, None if into is None else upstream, kl, into,
             0 if into is None else into.stride(0), partials, cut.rows, cut.parts,
             TEACHER=of_teacher, STUDENT=of_student, EVEN=cut.even, R=cut.height, BN=cut.width,
-            num_warps=cut.warps, maxnreg=MOST_REGISTERS,
+            num_warps=cut.warps, maxnreg=MOST_REGISTERS, **_REPEATED,
         )  # fmt: skip
     return partials.sum(1)
 
 
+def _look(
+    raw: Tensor, t: Transform, cut: Cut, partials: Tensor, left_out: Tensor | None, weights: Tensor | None,
+    **keywords: bool,
+) -> None:  # fmt: skip
+    vocabulary, count = raw.shape
+    kernels.look[(cut.programs,)](
+        raw, raw.stride(0), count, vocabulary, left_out, t.bias, t.divisors, weights,
+        unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
+        **keywords, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
+    )  # fmt: skip
+
+
 def _combine(
     raw: Tensor, t: Transform, cut: Cut, partials: Tensor, found: Tensor, labels: Labels | None, dots: Tensor | None,
-    best: Tensor | None, weights: Tensor | None, **flags: bool,
+    best: Tensor | None, weights: Tensor | None, *, APART: bool = False, EXPONENTIALS: bool = False, **flags: bool,
 ) -> None:  # fmt: skip
     count = raw.shape[1]
     index, valid = (None, None) if labels is None else (labels.index, labels.valid)
     width, height = (cut.width, 2) if INTERPRETED else (16, 128)
     kernels.combine[(cdiv(count, width),)](
         partials, cut.parts, count, raw, raw.stride(0), index, valid, dots, t.bias, t.divisors, weights,
-        unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, **flags, BP=height, BN=width, num_warps=4,
-        maxnreg=MOST_REGISTERS,
+        unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, APART=APART, EXPONENTIALS=EXPONENTIALS, **flags,
+        BP=height, BN=width, num_warps=4, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 

@@ -151,6 +151,13 @@ class _RoundedLogits(TorchFunctionMode):
         return found
 
 
+class _RoundedLogsumexp(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.log_softmax:
+            return args[0] - torch.logsumexp(args[0], 1, keepdim=True)
+        return func(*args, **(kwargs or {}))
+
+
 # ------------------------------------------------------------------------------------------------ accumulation
 
 
@@ -205,6 +212,7 @@ for _op in ("flce", "jsd"):
     )
 
 _add("rounds-logits", "jsd", _full("jsd", _RoundedLogits), "near-teacher-bf16-beta-0.5", "near-teacher-bf16-beta-1")
+_add("rounds-logsumexp", "jsd", _full("jsd", _RoundedLogsumexp), "offset-logits")
 
 
 def _rounded_probability(args: Any, residual: Any, upstream: Upstream) -> Gradients:

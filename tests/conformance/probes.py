@@ -234,6 +234,37 @@ def _likely_target(context: Context) -> None:
         context.measure(f"p_y={p}: relative", float((found.double() - want).norm() / want.norm()), 0.01)
 
 
+@probe("offset-logits", ("jsd",))
+def _offset_logits(context: Context) -> None:
+    """An offset of all logits rounds those and nothing else: a logsumexp rounded with it shifts all log-probabilities
+    of a token by up to 1e-4, which is more than near models' divergence, and leaves gradients whose sum is not 0.
+    """
+    for beta in (0.0, 0.5, 1.0):
+        options = {"beta": beta, "reduction": "none"}
+        case = context.case(teacher=2e-3, bias=torch.float32, ignored=0.0, upstream="ones", options=options)
+        problem = context.problem(case, forward=True)
+        for model in ("student", "teacher"):
+            bias, weight = (problem.tensors[f"{model}_{name}"] for name in ("bias", "weight"))
+            assert bias is not None
+            assert weight is not None
+            bias.fill_(2500.0)
+            weight[:, 0] = 1.0  # where grad_input is the sum of the logits' gradient
+        got, want, by = context.run(problem), oracles.oracle(problem), oracles.peer(problem)
+        assert want.probabilities is not None
+        # beyond what any fp32 logits give, a few ulps of the log-probabilities, which are not large
+        floor = oracles.FLOOR_ULPS * torch.finfo(torch.float32).eps * (1 - float(want.probabilities.log().min()))
+
+        def errors(found: oracles.Result, want: oracles.Result = want) -> dict[str, float]:
+            off = {"loss": found.outputs["loss"].double() - want.outputs["loss"]}
+            if (g := found.gradients.get("student_input")) is not None:
+                off["sum of the gradient"] = g[:, 0].double()
+            return {name: float(values.abs().max()) for name, values in off.items()}
+
+        of_peer = errors(by)
+        for name, error in errors(got).items():
+            context.measure(f"{name}, beta {beta:g}", error, 2 * of_peer[name] + floor)
+
+
 # ---------------------------------------------------------------------------------------------- autograd
 
 

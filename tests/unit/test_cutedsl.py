@@ -20,7 +20,7 @@ from headmux.backends.common.head import MASKED
 from headmux.backends.common.labels import Labels
 from headmux.backends.cutedsl import divergence, flce, launch, linear_logp, softmax, statistics
 from headmux.backends.cutedsl.build import Comparison, Scaling, Sorting
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, WORKERS, Schedule
 from headmux.contract import Upstream
 
 HOPPER = (torch.device("cuda", 0), (9, 0))
@@ -103,7 +103,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 7, 1])
 @pytest.mark.parametrize(("tokens", "vocabulary", "hidden"), SHAPES)
-def test_every_slot_belongs_to_one_thread_block_and_starts_fresh(
+def test_every_slot_belongs_to_one_warpgroup_and_starts_fresh(
     tokens: int, vocabulary: int, hidden: int, multiprocessors: int
 ) -> None:
     plan = Schedule.of(tokens, vocabulary, hidden, multiprocessors)
@@ -125,15 +125,15 @@ def test_every_slot_belongs_to_one_thread_block_and_starts_fresh(
             slot = column % again
             if (block, slot) not in owners:
                 assert column < again  # the kernel takes this for a slot's first use
-            owners[block, slot].add((number % plan.clusters, rank))
+            owners[block, slot].add((number % (WORKERS * plan.clusters), rank))
             slots_of[block].add(slot)
     assert len(seen) == (plan.blocks + plan.half) * plan.columns
     assert set(seen.values()) == {1}
     assert all(len(blocks) == 1 for blocks in owners.values())
     for block, slots in slots_of.items():
         assert slots == set(range(len(slots)))
-        assert len(slots) <= (plan.slots if block < plan.blocks else CLUSTER * plan.clusters)
-    assert plan.size == plan.blocks * 256 * plan.slots + plan.half * 128 * CLUSTER * plan.clusters
+        assert len(slots) <= (plan.slots if block < plan.blocks else CLUSTER * WORKERS * plan.clusters)
+    assert plan.size == plan.blocks * 256 * plan.slots + plan.half * 128 * CLUSTER * WORKERS * plan.clusters
 
 
 def test_slots_are_few() -> None:
@@ -144,7 +144,7 @@ def place(number: int, rank: int, plan: Schedule) -> tuple[int, int, int]:
     """Block and column of a thread block's tile, and after how many columns its slots are used again."""
     if number >= plan.blocks * plan.columns:
         column = (number - plan.blocks * plan.columns) * CLUSTER + rank
-        return plan.blocks, column, CLUSTER * plan.clusters
+        return plan.blocks, column, CLUSTER * WORKERS * plan.clusters
     first = number // (plan.group * plan.columns) * plan.group
     height = min(plan.group, plan.blocks - first)
     rest = number - first * plan.columns
@@ -386,7 +386,8 @@ def _logits(
         z = softcap * torch.tanh(z / softcap)
     z = z / temperature * math.log2(math.e)
     held.copy_(z.T)
-    return (z * math.log(2.0)).logsumexp(1) / math.log(2.0)
+    top = z.amax(1)
+    return torch.stack([top, torch.exp2(z - top[:, None]).sum(1).log2()])
 
 
 def _compared(config: Comparison) -> Any:
@@ -399,7 +400,7 @@ def _compared(config: Comparison) -> Any:
     ) -> None:
         assert (sums is not None, out is not None) == (config.loss, config.gradient is not None)
         assert (kl is not None) == (out is not None and not config.loss)
-        log_q, log_p = ((x - y) * math.log(2.0) for x, y in ((q, q_lse), (p, p_lse)))
+        log_q, log_p = ((x - lse[0] - lse[1]) * math.log(2.0) for x, lse in ((q, q_lse), (p, p_lse)))
         log_m = {0.0: log_q, 1.0: log_p}.get(config.beta)  # type: ignore[arg-type]
         if log_m is None:
             log_m = torch.logaddexp(log_p + math.log(teacher), log_q + math.log(student))

@@ -15,15 +15,16 @@ pytest.importorskip("cutlass", reason="CuTe DSL (nvidia-cutlass-dsl) is not inst
 pytest.importorskip("tvm_ffi", reason="apache-tvm-ffi is not installed")
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.runtime import from_dlpack
 
 from headmux.backends.common.head import MASKED
 from headmux.backends.common.labels import Labels
+from headmux.backends.common.storage import workspace
 from headmux.backends.cutedsl import build, diverge, divergence, exponentials, labels, scalars
 from headmux.backends.cutedsl.build import Comparison, Config, Kind, Scaling, Sorting
 from headmux.backends.cutedsl.forward import tiled_mma
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, Schedule
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, WORKERS, Schedule
 
 PLAIN = Config(torch.bfloat16)
 
@@ -31,10 +32,10 @@ PLAIN = Config(torch.bfloat16)
 @cute.jit
 def _place(
     number: Int32, rank: Int32, blocks: Int32, columns: Int32, group: Int32, period: Int32, last_period: Int32,
-    slots: Int32, clusters: Int32, out: cute.Tensor,
+    slots: Int32, workers: Int32, out: cute.Tensor,
 ):
     block, column = scalars.tile_at(number, rank, blocks, columns, group)
-    slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, clusters)
+    slot, step, again = scalars.slots_of(block, blocks, columns, group, period, last_period, slots, workers)
     found = (block, column, slot, step, again)
     for i in cutlass.range_constexpr(5):
         out[i] = found[i]
@@ -61,7 +62,7 @@ def test_tiles_and_slots_are_those_of_the_schedule(tokens: int, vocabulary: int,
     half = -(-plan.columns // CLUSTER) if plan.half else 0
     for number, rank in itertools.product(range(whole + half), range(CLUSTER)):
         run(
-            number, rank, plan.blocks, plan.columns, plan.group, *plan.periods, plan.slots, plan.clusters,
+            number, rank, plan.blocks, plan.columns, plan.group, *plan.periods, plan.slots, WORKERS * plan.clusters,
             from_dlpack(out),
         )
         block, column, slot, step, again = out.tolist()
@@ -73,7 +74,7 @@ def test_tiles_and_slots_are_those_of_the_schedule(tokens: int, vocabulary: int,
             assert (step, again) == (plan.slots, plan.period(height))
         else:
             assert (block, column) == (plan.blocks, (number - whole) * CLUSTER + rank)
-            assert step == again == plan.clusters * CLUSTER
+            assert step == again == WORKERS * plan.clusters * CLUSTER
             assert slot + TOKENS * step == plan.size
 
 
@@ -266,19 +267,44 @@ def test_accumulators_lie_as_the_epilogue_takes_them() -> None:
     @cute.jit
     def trace() -> None:
         mma = tiled_mma(cutlass.BFloat16)
-        assert cute.size(mma.partition_shape_C((TOKENS, COLUMN))) == 2 * 2 * COLUMN // 8
+        # halves of a tile's tokens, one after the other
+        assert mma.partition_shape_C((TOKENS, COLUMN)) == ((2, 2, COLUMN // 8), TOKENS // 64, 1)
         layout = mma.tv_layout_C_tiled
-        for thread in (0, 1, 6, 45, 127, 128, 255):
+        for thread in (0, 1, 6, 45, 127):
             offsets[thread] = [int(layout((thread, value))) for value in range(2 * 2 * COLUMN // 8)]
 
     cute.compile(trace, options=f"--gpu-arch {build.ARCHITECTURE}")
     for thread, found in offsets.items():
-        group, warp, lane = thread // 128, thread % 128 // 32, thread % 32
+        warp, lane = thread // 32, thread % 32
         for value, offset in enumerate(found):
             q, r, j = value % 2, value // 2 % 2, value // 4
-            row, column = offset % TOKENS, offset // TOKENS
-            assert row == 64 * group + 16 * warp + lane // 4 + 8 * r
+            row, column = offset % 64, offset // 64
+            assert row == 16 * warp + lane // 4 + 8 * r
             assert column == 2 * (lane % 4) + q + 8 * j
+
+
+@cute.jit
+def _covered(stop: Int32, start: Int64, wide: Int64, narrow: Int64, out: cute.Tensor):
+    out[0] = scalars.covered(stop, start, wide, narrow)
+
+
+@pytest.mark.parametrize(("classes", "hidden", "tokens", "rows"), [
+    (1000, 256, 256, 64), (1000, 256, 16, 64), (999, 512, 500, 1), (5000, 256, 250, 300), (192, 256, 256, 1),
+])  # fmt: skip
+def test_a_tile_waits_for_the_rows_that_it_covers_and_for_no_later_column(
+    classes: int, hidden: int, tokens: int, rows: int
+) -> None:
+    like = torch.empty(1, dtype=torch.bfloat16)
+    total, held = workspace(like, (classes, hidden), torch.bfloat16, tokens, torch.bfloat16, rows)
+    start = held.data_ptr() - total.data_ptr()
+    wide, narrow = total.stride(0) * 2, held.stride(0) * 2
+    out = torch.zeros(1, dtype=torch.int32)
+    run = cute.compile(_covered, Int32(0), *[Int64(1)] * 3, from_dlpack(out))
+    for stop in [*range(COLUMN, classes, COLUMN), classes]:
+        run(stop, start, wide, narrow, from_dlpack(out))
+        begins = start + torch.arange(classes) * narrow
+        assert int(out[0]) == int((begins < stop * wide).sum())
+        assert int(out[0]) <= stop  # or the first of those that wait would wait for one behind it
 
 
 @pytest.fixture

@@ -76,6 +76,14 @@ def test_tiles_are_the_widest_and_the_narrowest(launches: list[Launch]) -> None:
     assert found["diverge"]["BN"] >= {16, 64}
 
 
+def test_kernels_that_compare_logits_round_them_alike(launches: list[Launch]) -> None:
+    """A product that is fused with what is subtracted from it is not rounded, and the largest one, stored, was."""
+    apart = {dict(launch.settings).get("enable_fp_fusion") for launch in launches if launch.kernel == "diverge"}
+    assert apart == {False}
+    looks = [launch for launch in launches if launch.kernel == "look"]
+    assert any(dict(launch.settings).get("enable_fp_fusion") is False for launch in looks)
+
+
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_covering(strength: int) -> None:
     options = {"a": (1, 2, 3), "b": (True, False), "c": "xyz", "d": (None, 0)}
