@@ -35,7 +35,6 @@ BUFFERS = 3
 _WARP, _WARPGROUP = 32, 128
 _LN2 = math.log(2.0)
 _SOME = 8
-_MOST = 40.0  # the largest exponent; sums of such powers, and products with their inverse, stay far inside fp32 and bf16
 
 
 class Exponentials(Fold):
@@ -121,10 +120,7 @@ class Exponentials(Fold):
 
         found = cute.make_rmem_tensor((2, pairs), Int32)
         for r in range_constexpr(2):
-            row, top = rows[r], tops[r]
-            peak = self.top(z, r, scales[r])
-            if peak > top + _MOST:
-                top = cute.math.ceil(peak)
+            row, top = rows[r], scalars.raised(tops[r], self.top(z, r, scales[r]))
             totals = [Float32(0.0)] * 4
             for j in range_constexpr(pairs):
                 e = [scalars.exp2(cute.math.fma(z[q, r, j], scales[r], -top)) for q in range(2)]

@@ -9,6 +9,9 @@ from headmux.backends.cutedsl.schedule import CLUSTER, TOKENS
 LOWEST = -3.0e38
 """Largest exponent of no logits: below every logit, and finite, so that differences are never NaN."""
 
+MOST = 40.0
+"""The largest exponent. Sums of such powers, and what is multiplied with their inverse, stay far inside fp32 and bf16."""
+
 UNDERFLOWN = -1.0e4
 """An exponent whose power is 0, to multiply a power with."""
 
@@ -17,6 +20,15 @@ UNDERFLOWN = -1.0e4
 def exp2(x: Float32) -> Float32:
     """2^x by the special-function unit."""
     return cute.math.exp2(x, fastmath=True)
+
+
+@cute.jit
+def raised(guess: Float32, peak: Float32) -> Float32:
+    """What exponentials are measured against: a guess or, where their largest exponent lies far above, that."""
+    top = guess
+    if peak > guess + MOST:
+        top = cute.math.ceil(peak)
+    return top
 
 
 @cute.jit

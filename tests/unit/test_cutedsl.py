@@ -442,7 +442,7 @@ def test_divergences(
 ) -> None:
     monkeypatch.setattr(divergence, "logits", _logits)
     monkeypatch.setattr(divergence, "kernel", _compared)
-    monkeypatch.setattr(divergence, "_multiprocessors", lambda device: 3)
+    monkeypatch.setattr(divergence, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(launch, "kernel", _small)
     made = torch.Generator().manual_seed(0)

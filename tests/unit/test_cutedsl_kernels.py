@@ -22,7 +22,7 @@ from headmux.backends.common.head import MASKED
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.storage import workspace
 from headmux.backends.cutedsl import build, diverge, divergence, exponentials, labels, scalars
-from headmux.backends.cutedsl.build import Comparison, Config, Kind, Scaling, Sorting
+from headmux.backends.cutedsl.build import Adding, Comparison, Config, Kind, Scaling, Sorting
 from headmux.backends.cutedsl.forward import tiled_mma
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, WORKERS, Schedule
 
@@ -131,17 +131,15 @@ def _with_guess(z: cute.Tensor, at: Int32, guess: Float32, used: cute.Tensor, e:
     z[0, at] = Float32(scalars.LOWEST)
     for i in range(z.shape[0]):
         top, peak = scalars.larger(guess, most), z[i, 0]
-        total, again = Float32(0.0), Float32(0.0)
+        total = Float32(0.0)
         for j in range(z.shape[1]):
             peak = scalars.larger(peak, z[i, j])
-            total = total + scalars.exp2(z[i, j] - top)
-        if total > exponentials.MOST:
-            top = cute.math.ceil(peak)
+        top = scalars.raised(top, peak)
         for j in range(z.shape[1]):
             e[i, j] = scalars.exp2(z[i, j] - top)
-            again = again + e[i, j]
+            total = total + e[i, j]
         used[i] = top
-        most, sum, _ = scalars.combine(most, sum, Float32(0.0), top, again, Float32(0.0), False)
+        most, sum, _ = scalars.combine(most, sum, Float32(0.0), top, total, Float32(0.0), False)
     for i in range(z.shape[0]):
         if most > used[i]:
             for j in range(z.shape[1]):
@@ -174,7 +172,7 @@ def test_a_guess_far_below_is_raised(masked: str, factor: float, label: float) -
     run = cute.compile(_with_guess, from_dlpack(z), Int32(3), Float32(guess), *map(from_dlpack, args[1:]))
     run(from_dlpack(z), 3, guess, *map(from_dlpack, args[1:]))
     assert all(one.isfinite().all() for one in (used, e, out))
-    assert e.max() <= exponentials.MOST
+    assert e.max() <= 2.0**scalars.MOST
     e[0, 3] = -out[2]
     p = torch.softmax(right.flatten() * math.log(2.0), 0).view(4, 8)
     p[0, 3] = -(p.sum() - p[0, 3])
@@ -437,8 +435,19 @@ def test_no_product_spills(config: Config) -> None:
         pytest.skip(str(error))
     assert set(found) == {"logits", "merge", *(["guess", "settle"] if config.keep else [])}
     assert all(one.stack == 0 and one.shared <= compile.MOST_SHARED for one in found.values())
-    assert found["logits"].products == 8  # all of the wide kind: four of a first stage, four of the others
+    assert found["logits"].products == 16  # two halves of the tokens, four steps, of a first stage and of the others
     assert found["merge"].products == 0
+
+
+@pytest.mark.parametrize("config", [Adding(torch.bfloat16, False, True), Adding(torch.float16, True, False)])
+def test_no_sum_of_products_spills(config: Adding) -> None:
+    compile = pytest.importorskip("headmux.backends.cutedsl.compile")
+    try:
+        (found,) = compile.resources(config)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    assert (found.kernel, found.stack, found.products) == ("accumulate", 0, 16)
+    assert found.shared <= compile.MOST_SHARED
 
 
 @pytest.mark.parametrize(
