@@ -158,8 +158,8 @@ def _measure(options: argparse.Namespace, words: list[str]) -> int:
     results.header["clock"] = "events" if device.type == "cuda" else clock.__name__
     status = 0
     try:
-        run(cases, lambda case: providers(case.op, impl, case.peers), device, results, seconds=seconds,
-            graphs=not options.no_graph, resident=options.rss, clock=clock,
+        run(cases, lambda case: providers(case.op, impl, case.peers, half=case.variant.half), device, results,
+            seconds=seconds, graphs=not options.no_graph, resident=options.rss, clock=clock,
             report=lambda text: print(text, file=sys.stderr, flush=True))
     except DeviceLost as error:
         print(f"headmux.bench: {error}", file=sys.stderr)

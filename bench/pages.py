@@ -35,7 +35,8 @@ How to read it:
 - **syncs**: how often a step makes the host wait for the GPU; **graph**: whether it captures into a CUDA graph.
 - Variants: *default* is the backward of the loss itself, for `linear_logp` of a random gradient per token; *scaled* of
   half the loss; *rows* of `reduction="none"` with a random gradient per token; *nograd* the forward alone; *half* has
-  half of the tokens ignored; *trained* has data like those of a trained model. `jsd` has beta {BETA:g}.
+  half of the tokens ignored, of which `-valid` is told by `max_valid_tokens`, and the floor's products are of all;
+  *trained* has data like those of a trained model. `jsd` has beta {BETA:g}.
 """
 
 _KERNELS = f"""\
@@ -324,7 +325,7 @@ def _best_of_families(case: Sequence[Record]) -> list[Record]:
 
 
 def _family(name: str, groups: dict[str, Provider]) -> str:
-    return groups[name].group if name in groups else name.removesuffix("-f32acc")
+    return groups[name].group if name in groups else name.removesuffix("-valid").removesuffix("-f32acc")
 
 
 def _bold(r: Record) -> str:

@@ -61,7 +61,7 @@ def masked_environment() -> Iterator[None]:
         os.environ.update(hidden)
 
 
-def providers(op: str, impl: str | None = None, peer_names: str = "all") -> list[Provider]:
+def providers(op: str, impl: str | None = None, peer_names: str = "all", *, half: bool = False) -> list[Provider]:
     """The providers of an op.
 
     Args:
@@ -69,11 +69,12 @@ def providers(op: str, impl: str | None = None, peer_names: str = "all") -> list
         impl: Comma list of headmux backends; None for all; ``none`` for no backend.
         peer_names: ``all``, ``none``, ``eager`` (all that are not under torch.compile), or a comma list of names and
             groups.
+        half: Half of the tokens are ignored: headmux is measured again where it is told how many are not.
 
     Raises:
         LookupError: An unknown name.
     """
-    return [*_ours(op, impl), *_chosen(peers_of(op), peer_names)]
+    return [*_ours(impl, half), *_chosen(peers_of(op), peer_names)]
 
 
 def peers_of(op: str) -> list[Provider]:
@@ -99,23 +100,29 @@ def _chosen(known: list[Provider], names: str) -> list[Provider]:
 # ------------------------------------------------------------------------------------------------ headmux
 
 
-def _ours(op: str, impl: str | None) -> list[Provider]:
+def _ours(impl: str | None, half: bool) -> list[Provider]:
     if impl is None:
         names = list(registry.names())
     else:
         names = [registry.resolve(n) for n in impl.split(",") if n.strip() and n.strip().lower() != "none"]
     found = []
     for name in names:
-        found.append(Provider(f"headmux-{name}", "headmux", f"impl={name}", _headmux(name, None)))
-        found.append(Provider(f"headmux-{name}-f32acc", "headmux", f"impl={name}, accum_dtype=torch.float32",
-                              _headmux(name, torch.float32)))
+        for bounded in (False, True) if half else (False,):
+            for accum in (None, torch.float32):
+                suffix, config = "", f"impl={name}"
+                if accum is not None:
+                    suffix, config = "-f32acc", f"{config}, accum_dtype=torch.float32"
+                if bounded:
+                    suffix, config = f"{suffix}-valid", f"{config}, max_valid_tokens=the number of tokens that count"
+                found.append(Provider(f"headmux-{name}{suffix}", "headmux", config, _headmux(name, accum, bounded)))
     return found
 
 
-def _headmux(name: str, accum: torch.dtype | None) -> Callable[[Problem], Forward]:
+def _headmux(name: str, accum: torch.dtype | None, bounded: bool) -> Callable[[Problem], Forward]:
     def build(p: Problem) -> Forward:
         if accum is not None and p.dtype in (torch.float32, torch.float64):
-            raise Unsupported(f"the same as headmux-{name} for {str(p.dtype).removeprefix('torch.')}")
+            same = f"headmux-{name}{'-valid' if bounded else ''}"
+            raise Unsupported(f"the same as {same} for {str(p.dtype).removeprefix('torch.')}")
         op = registry.get_op(p.op)
         if p.op == "jsd":
             options: dict[str, Any] = {
@@ -130,6 +137,8 @@ def _headmux(name: str, accum: torch.dtype | None) -> Callable[[Problem], Forwar
             elif p.variant.half:
                 options["ignore_index"] = IGNORE
             args = (p.input, p.weight, p.target)
+        if bounded:
+            options["max_valid_tokens"] = int((p.target != IGNORE).sum())
         found = op.explain(*args, **options)
         if found.backend is None:
             raise Unsupported("; ".join(found.reasons[name]))

@@ -39,7 +39,7 @@ def _measure(task: str) -> float:
 
     def step_at(shape: Shape) -> measure.Step:
         problem = Problem(op, shape, getattr(torch, dtype), torch.device("cpu"), Variant.parse(variant))
-        (provider,) = [p for p in providers(op) if p.name == name]
+        (provider,) = [p for p in providers(op, half=True) if p.name == name]
         return measure.step(problem, provider.build(problem))
 
     step_at(Shape(64, 64, 512, softcap))()  # what the libraries load and keep for good

@@ -21,10 +21,11 @@ from torch.autograd import forward_ad
 from headmux.backends.common import budget
 from headmux.backends.common.gemm import wide_dtype
 from headmux.contract import Kernel, Upstream
-from headmux.ops import _reduction
+from headmux.ops import _picked, _reduction
 
 if TYPE_CHECKING:
     from headmux.ops._op import Op
+    from headmux.ops._picked import Picked
 
 Tensors = tuple["Tensor | None", ...]
 
@@ -79,26 +80,39 @@ def _row_scale(args: Any) -> Tensor | None:
 
 
 class _Box:
-    """What a forward leaves to its backward outside autograd's sight: the kernel, its residual and its budget.
+    """What a forward leaves to its backward outside autograd's sight: the kernel, the tokens it got, its residual and
+    its budget.
 
     The residual is given away once: kernels turn it into the gradients in place. A repeated backward makes a new one.
     """
 
-    __slots__ = ("_residual", "_spent", "budget", "kernel")
+    __slots__ = ("_inner", "_picked", "_residual", "_spent", "budget", "kernel")
 
-    def __init__(self, kernel: Kernel, residual: Any, *, spent: bool = False) -> None:
+    def __init__(
+        self, kernel: Kernel, residual: Any, picked: Picked | None = None, inner: Any = None, *, spent: bool = False
+    ) -> None:
         self.kernel = kernel
         self.budget = budget.current()
         self._residual = residual
+        self._picked = picked
+        # a copy of the states, which with a residual are mostly held there too
+        self._inner = inner if picked is not None and residual is not None else None
         self._spent = spent
 
-    def take(self, args: Any) -> Any:
-        """The residual, from the forward or, if that was given away, from another forward."""
+    def take(self, op: Op, args: Any) -> tuple[Picked | None, Any, Any]:
+        """Which tokens entered, the kernel's arguments, and its residual, from the forward or, if that was given away,
+        from another forward.
+        """
         if self._spent:
-            return self.kernel.forward(args)[1]
-        residual, self._residual = self._residual, None
+            picked = _picked.pick(op, args)
+            inner = _picked.entering(op, args, picked)
+            return picked, inner, self.kernel.forward(inner)[1]
+        inner, residual = self._inner, self._residual
+        self._inner = self._residual = None
         self._spent = residual is not None
-        return residual
+        if inner is None:
+            return self._picked, _picked.entering(op, args, self._picked), residual
+        return self._picked, dataclasses.replace(inner, needs=args.needs), residual
 
 
 def _plain(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -118,10 +132,14 @@ def _forward(op: Op, args: Any, impl: str | None) -> tuple[list[Tensor], _Box]:
                 _empty_output(op, args, i, reduced=False) if there else None for i, there in enumerate(op.present(args))
             )
             return _given(reduce_rows(op, args, rows)), _Box(kernel, None)
-        rows, residual = kernel.forward(args)
+        picked = _picked.pick(op, args)
+        inner = _picked.entering(op, args, picked)
+        rows, residual = kernel.forward(inner)
+        if picked is not None:
+            rows = picked.outputs(op, rows)
         outputs = _given(reduce_rows(op, args, rows))
         # views made without gradients could not be changed in place with them
-        return [o.clone() if o._is_view() else o for o in outputs], _Box(kernel, residual)
+        return [o.clone() if o._is_view() else o for o in outputs], _Box(kernel, residual, picked, inner)
 
 
 def _backward(op: Op, args: Any, box: _Box, upstream: Sequence[Tensor | None]) -> list[Tensor]:
@@ -131,11 +149,14 @@ def _backward(op: Op, args: Any, box: _Box, upstream: Sequence[Tensor | None]) -
     if first.shape[0] == 0 or all(g is None for g in upstream):
         return [torch.zeros_like(getattr(args, r), memory_format=torch.contiguous_format) for r in roles]
     with _plain(first.device), budget.budget_bytes(box.budget), torch.no_grad():
-        found = box.kernel.backward(args, box.take(args), _upstream(op, args, upstream))
+        picked, inner, residual = box.take(op, args)
+        found = box.kernel.backward(inner, residual, _upstream(op, args, upstream, picked))
+        if picked is not None:
+            found = picked.gradients(op, found)
         return [g for g, need in zip(found, args.needs, strict=True) if need and g is not None]
 
 
-def _upstream(op: Op, args: Any, given: Sequence[Tensor | None]) -> Upstream:
+def _upstream(op: Op, args: Any, given: Sequence[Tensor | None], picked: Picked | None) -> Upstream:
     scale, wide = _row_scale(args), wide_dtype(args.compute_dtype)
     left = iter(given)
     arrived = [next(left) if there else None for there in op.present(args)]
@@ -149,7 +170,8 @@ def _upstream(op: Op, args: Any, given: Sequence[Tensor | None]) -> Upstream:
         for g, out in zip(arrived, op.outputs, strict=True):
             if g is not None:
                 g = scale * g if scale is not None and out.reduced else g
-                g = (g if valid is None else torch.where(valid, g, 0.0)).contiguous()
+                g = g if valid is None else torch.where(valid, g, 0.0)
+                g = g.contiguous() if picked is None else picked.rows(g)
             found.append(g)
         return tuple(found)
 
@@ -333,7 +355,7 @@ _SCHEMA = {
     "float": "float",
     "float | None": "float?",
     "int": "int",
-    "int | None": "int?",
+    "int | None": "SymInt?",  # a bound that changes from call to call needs no recompile
     "bool": "bool",
     "torch.dtype": "ScalarType",
     "torch.dtype | None": "ScalarType?",

@@ -75,6 +75,21 @@ def integer(name: str, value: object) -> int:
     return value
 
 
+def most_tokens(name: str, value: object) -> int | None:
+    """None, or an int of at least 1.
+
+    Raises:
+        TypeError: Not an int (a bool is none).
+        ValueError: Below 1.
+    """
+    if value is None:
+        return None
+    found = integer(name, value)
+    if found < 1:
+        raise ValueError(f"{name}={found} must be at least 1, or None")
+    return found
+
+
 def one_of(name: str, value: object, allowed: tuple[Any, ...]) -> None:
     """ValueError unless ``value`` is one of ``allowed``."""
     if value not in allowed:
@@ -208,6 +223,18 @@ def labels_in_range(flat: Tensor, ignore_index: int | None, classes: int) -> Non
         raise ValueError(
             f"target is out of range: {int(bad.sum())} of {flat.numel()} labels lie outside [0, {classes}) and are not "
             f"ignore_index={ignore_index} (smallest {int(worst.min())}, largest {int(worst.max())}, V={classes})"
+        )
+
+
+def valid_tokens_within(valid: Tensor | None, most: int | None) -> None:
+    """ValueError if more tokens count than ``max_valid_tokens`` says; looks as labels_in_range."""
+    if valid is None or most is None or valid.numel() <= most or not _may_look(valid):
+        return
+    count = int(valid.sum())
+    if count > most:
+        raise ValueError(
+            f"max_valid_tokens={most} is too small: {count} of {valid.numel()} tokens have a target other than "
+            "ignore_index"
         )
 
 

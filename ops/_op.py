@@ -19,7 +19,7 @@ from headmux.backends.common.gemm import wide_dtype
 from headmux.backends.common.head import MASKED
 from headmux.contract import Call, Pairs, Selection
 from headmux.devices import capability
-from headmux.ops import _autograd
+from headmux.ops import _autograd, _checks
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Op:
     outputs: ClassVar[tuple[Output, ...]]
     shapes: ClassVar[Mapping[str, tuple[str, ...]]]
     """The parameters that are, or can be, tensors: the letters of their sizes, tokens flattened to one dimension."""
+    token_fields: ClassVar[tuple[str, ...]]
+    """The fields of the kernels' arguments that have one entry a token."""
 
     def __init__(self) -> None:
         self._impl: str | None = None
@@ -63,10 +65,12 @@ class Op:
         self.tensor_fields = tuple(f.name for f in fields if "Tensor" in str(f.type))
         self.static_fields = tuple(f.name for f in fields if f.name not in self.tensor_fields)
         self._compute_fields = tuple(f for f in self.static_fields if f.endswith("compute_dtype"))
-        self._option_fields = tuple(f for f in self.static_fields if f not in ("needs", *self._compute_fields))
+        # what kernels never see decides nothing
+        decisive = tuple(f for f in self.static_fields if f != "max_valid_tokens")
+        self._option_fields = tuple(f for f in decisive if f not in ("needs", *self._compute_fields))
         self._defaults: Pairs = tuple((f.name, f.default) for f in fields if f.name in self._option_fields)
         self._tensors = operator.attrgetter(*self.tensor_fields)
-        self._statics = operator.attrgetter(*self.static_fields)
+        self._statics = operator.attrgetter(*decisive)
         self.raw = _autograd.raw_op(self)
         self.__annotations__ = self.request.__annotations__
         self.__signature__ = inspect.signature(self.request)
@@ -89,6 +93,7 @@ class Op:
 
     def check_values(self, args: Any) -> None:
         """Raise ValueError for bad values in tensors, where they can be looked at without stopping the host."""
+        _checks.valid_tokens_within(self.valid(args), args.max_valid_tokens)
 
     def rows(self, args: Any) -> tuple[Tensor | None, ...]:
         """The outputs per token in plain PyTorch, in fp32 (fp64 for fp64 inputs), from the full logits."""

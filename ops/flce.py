@@ -48,6 +48,7 @@ class FLCEArgs:
             gradients keep the dtypes of the tensors they belong to.
         needs: Whether the gradients of input, weight and bias are wanted.
         return_z_loss: Return ``lse_square_scale * lse^2`` per token as the second output.
+        max_valid_tokens: Never seen by a kernel: tokens are left out before.
         return_predicted: Return the index of the largest logit per token (int64, the first of equals, -1 where ignored)
             as the third output.
 
@@ -71,6 +72,7 @@ class FLCEArgs:
     accum_dtype: torch.dtype | None = None
     return_z_loss: bool = False
     return_predicted: bool = False
+    max_valid_tokens: int | None = None
 
 
 class FLCEOutput(NamedTuple):
@@ -111,6 +113,9 @@ class FLCE(Op):
             round once a chunk, to the parameter's dtype.
         use_token_scaling: Multiply each token's loss by its label's probability, taken as a constant.
         token_weight: [...] factor of each token's loss. It does not change the mean's divisor. Differentiable.
+        max_valid_tokens: An upper bound, at least 1, of how many tokens have a target other than ``ignore_index``, for
+            a caller who knows one on the host, such as a data collator. Only so many tokens are computed, which saves
+            the others' time without waiting for the device. On the CPU ignored tokens are left out anyway.
         return_z_loss: Return the z-loss too.
         return_token_accuracy: Return the accuracy too.
         return_predicted_tokens: Return the predicted tokens too.
@@ -122,8 +127,9 @@ class FLCE(Op):
 
     Raises:
         TypeError: Wrong type or dtype, or an unknown keyword.
-        ValueError: Wrong shape, device, option, or a label out of range (on the CPU, or under ``HEADMUX_CHECK=1``;
-            otherwise the token becomes NaN).
+        ValueError: Wrong shape, device, option, or, on the CPU or under ``HEADMUX_CHECK=1``, a label out of range
+            (otherwise the token becomes NaN) or more tokens that count than ``max_valid_tokens`` (otherwise those left
+            out, and all gradients, become NaN).
         UnknownNameError: ``impl`` or the environment names no backend.
         UnsupportedCallError: No allowed backend runs this call.
     """
@@ -145,6 +151,7 @@ class FLCE(Op):
         "token_weight": ("N",),
         "num_items": (),
     }
+    token_fields = ("input", "target", "row_scale")
 
     @overload
     def __call__(
@@ -165,6 +172,7 @@ class FLCE(Op):
         accum_dtype: torch.dtype | None = ...,
         use_token_scaling: bool = ...,
         token_weight: Tensor | None = ...,
+        max_valid_tokens: int | None = ...,
         return_z_loss: Literal[False] = ...,
         return_token_accuracy: Literal[False] = ...,
         return_predicted_tokens: Literal[False] = ...,
@@ -190,6 +198,7 @@ class FLCE(Op):
         accum_dtype: torch.dtype | None = ...,
         use_token_scaling: bool = ...,
         token_weight: Tensor | None = ...,
+        max_valid_tokens: int | None = ...,
         return_z_loss: bool = ...,
         return_token_accuracy: bool = ...,
         return_predicted_tokens: bool = ...,
@@ -217,6 +226,7 @@ class FLCE(Op):
         accum_dtype: torch.dtype | None = None,
         use_token_scaling: bool = False,
         token_weight: Tensor | None = None,
+        max_valid_tokens: int | None = None,
         return_z_loss: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
@@ -274,6 +284,7 @@ class FLCE(Op):
             accum_dtype=_checks.accumulation(accum_dtype),
             return_z_loss=_checks.flag("return_z_loss", return_z_loss),
             return_predicted=metrics or predicted,
+            max_valid_tokens=_checks.most_tokens("max_valid_tokens", max_valid_tokens),
         )
         shape = target.shape
 
@@ -306,6 +317,7 @@ class FLCE(Op):
         return (("N", args.input.shape[0]), ("H", args.input.shape[1]), ("V", args.weight.shape[0]))
 
     def check_values(self, args: FLCEArgs) -> None:
+        super().check_values(args)
         _checks.labels_in_range(args.target, args.ignore_index, args.weight.shape[0])
 
     def rows(self, args: FLCEArgs) -> tuple[Tensor | None, ...]:
@@ -352,6 +364,7 @@ def _accuracy(
     best: Tensor, labels: Tensor, valid: Tensor, reduction: str, dtype: torch.dtype, shape: torch.Size
 ) -> Tensor:
     hit = ((best == labels) & valid).to(dtype)
+    hit = torch.where((best < 0) & valid, torch.nan, hit)  # left out by max_valid_tokens, though it counts
     return hit.reshape(shape) if reduction == "none" else hit.sum() / valid.sum().clamp(min=1)
 
 

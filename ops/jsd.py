@@ -51,6 +51,7 @@ class JSDArgs:
             under autocast; gradients keep the dtypes of the tensors they belong to.
         teacher_compute_dtype: The same for the teacher.
         needs: Whether the gradients of the student's input, weight and bias are wanted.
+        max_valid_tokens: Never seen by a kernel: tokens are left out before.
 
     The other options are those of ``jsd``. Outputs: (loss [N],), exactly 0 where ignored.
     """
@@ -74,6 +75,7 @@ class JSDArgs:
     teacher_logit_scale: float = 1.0
     teacher_softcap: float | None = None
     accum_dtype: torch.dtype | None = None
+    max_valid_tokens: int | None = None
 
 
 class JSD(Op):
@@ -98,6 +100,10 @@ class JSD(Op):
         teacher_softcap: The same for the teacher.
         accum_dtype: ``torch.float32`` sums weight gradients over chunks of tokens in fp32 and rounds once; None may
             round once a chunk, to the parameter's dtype.
+        max_valid_tokens: An upper bound, at least 1, of how many tokens have a target other than ``ignore_index``, for
+            a caller who knows one on the host, such as a data collator; needs a ``target``. Only so many tokens are
+            computed, which saves the others' time without waiting for the device. On the CPU ignored tokens are left
+            out anyway.
         impl: Comma list of backends to try in order; one name is strict.
 
     Returns:
@@ -107,7 +113,9 @@ class JSD(Op):
 
     Raises:
         TypeError: Wrong type or dtype, or an unknown keyword.
-        ValueError: Wrong shape, device or option, or vocabularies that differ.
+        ValueError: Wrong shape, device or option, vocabularies that differ, or, on the CPU or under
+            ``HEADMUX_CHECK=1``, more tokens that count than ``max_valid_tokens`` (otherwise those left out, and all
+            gradients, become NaN).
         UnknownNameError: ``impl`` or the environment names no backend.
         UnsupportedCallError: No allowed backend runs this call.
     """
@@ -126,6 +134,7 @@ class JSD(Op):
         "teacher_bias": ("V",),
         "num_items": (),
     }
+    token_fields = ("student_input", "teacher_input", "target", "row_scale")
 
     def __call__(
         self,
@@ -163,6 +172,7 @@ class JSD(Op):
         teacher_logit_scale: float = 1.0,
         teacher_softcap: float | None = None,
         accum_dtype: torch.dtype | None = None,
+        max_valid_tokens: int | None = None,
     ) -> Request:
         student_input = _checks.hidden("student_input", student_input)
         student_weight = _checks.vocabulary("student_weight", student_weight, "student_input", student_input)
@@ -188,6 +198,9 @@ class JSD(Op):
         _reduction.check(reduction, num_items)
         ignore_index = _checks.integer("ignore_index", ignore_index)
         labels = None if target is None else _checks.target(target, student_input)
+        max_valid_tokens = _checks.most_tokens("max_valid_tokens", max_valid_tokens)
+        if max_valid_tokens is not None and labels is None:
+            raise ValueError(f"max_valid_tokens={max_valid_tokens} needs a target: without one every token counts")
         shape = student_input.shape[:-1]
         states = flattened(student_input)
         valid = states.new_ones(states.shape[:1], dtype=torch.bool) if labels is None else labels != ignore_index
@@ -210,6 +223,7 @@ class JSD(Op):
             teacher_logit_scale=_checks.nonzero("teacher_logit_scale", teacher_logit_scale),
             teacher_softcap=_checks.softcap("teacher_softcap", teacher_softcap),
             accum_dtype=_checks.accumulation(accum_dtype),
+            max_valid_tokens=max_valid_tokens,
         )
 
         def finish(outputs: tuple[Tensor | None, ...]) -> Tensor:

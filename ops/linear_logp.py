@@ -44,6 +44,7 @@ class LinearLogpArgs:
         compute_dtype: dtype of the matrix products' operands. Differs from ``input.dtype`` only under autocast;
             gradients keep the dtypes of the tensors they belong to.
         needs: Whether the gradients of input, weight and bias are wanted.
+        max_valid_tokens: Never seen by a kernel: tokens are left out before.
 
     The other options are those of ``linear_logp``. Outputs: (logp [N], entropy [N] or None, lse [N] or None), each
     exactly 0 where ignored.
@@ -63,6 +64,7 @@ class LinearLogpArgs:
     accum_dtype: torch.dtype | None = None
     return_entropy: bool = False
     return_lse: bool = False
+    max_valid_tokens: int | None = None
 
 
 class LogpOutput(NamedTuple):
@@ -91,6 +93,10 @@ class LinearLogp(Op):
         logit_scale: Factor of the logits, not 0.
         softcap: Bound c of the logits, ``c * tanh(z / c)``, above 0, before the temperature.
         ignore_index: Target of tokens that do not count, or None. Their outputs are exactly 0.
+        max_valid_tokens: An upper bound, at least 1, of how many tokens have a target other than ``ignore_index``, for
+            a caller who knows one on the host, such as a data collator; needs an ``ignore_index``. Only so many tokens
+            are computed, which saves the others' time without waiting for the device. On the CPU ignored tokens are
+            left out anyway.
         return_entropy: Return the entropy too.
         return_lse: Return the logsumexp too.
         accum_dtype: ``torch.float32`` sums weight gradients over chunks of tokens in fp32 and rounds once; None may
@@ -102,8 +108,9 @@ class LinearLogp(Op):
 
     Raises:
         TypeError: Wrong type or dtype, or an unknown keyword.
-        ValueError: Wrong shape, device, option, or a target or temperature out of range (on the CPU, or under
-            ``HEADMUX_CHECK=1``; otherwise the token becomes NaN).
+        ValueError: Wrong shape, device, option, or, on the CPU or under ``HEADMUX_CHECK=1``, a target or temperature
+            out of range (otherwise the token becomes NaN) or more tokens that count than ``max_valid_tokens``
+            (otherwise those left out, and all gradients, become NaN).
         UnknownNameError: ``impl`` or the environment names no backend.
         UnsupportedCallError: No allowed backend runs this call.
     """
@@ -119,6 +126,7 @@ class LinearLogp(Op):
         "bias": ("V",),
         "temperature": ("N",),
     }
+    token_fields = ("input", "target", "token_temperature")
 
     @overload
     def __call__(
@@ -132,6 +140,7 @@ class LinearLogp(Op):
         logit_scale: float = ...,
         softcap: float | None = ...,
         ignore_index: int | None = ...,
+        max_valid_tokens: int | None = ...,
         return_entropy: Literal[False] = ...,
         return_lse: Literal[False] = ...,
         accum_dtype: torch.dtype | None = ...,
@@ -150,6 +159,7 @@ class LinearLogp(Op):
         logit_scale: float = ...,
         softcap: float | None = ...,
         ignore_index: int | None = ...,
+        max_valid_tokens: int | None = ...,
         return_entropy: bool = ...,
         return_lse: bool = ...,
         accum_dtype: torch.dtype | None = ...,
@@ -170,6 +180,7 @@ class LinearLogp(Op):
         logit_scale: float = 1.0,
         softcap: float | None = None,
         ignore_index: int | None = None,
+        max_valid_tokens: int | None = None,
         return_entropy: bool = False,
         return_lse: bool = False,
         accum_dtype: torch.dtype | None = None,
@@ -183,6 +194,11 @@ class LinearLogp(Op):
         per_token = None
         if isinstance(temperature, Tensor):
             per_token = _token_temperature(temperature, input, target.shape, wide_dtype(compute))
+        max_valid_tokens = _checks.most_tokens("max_valid_tokens", max_valid_tokens)
+        if max_valid_tokens is not None and ignore_index is None:
+            raise ValueError(
+                f"max_valid_tokens={max_valid_tokens} needs an ignore_index: without one every token counts"
+            )
         args = LinearLogpArgs(
             input=flattened(input),
             weight=weight,
@@ -198,6 +214,7 @@ class LinearLogp(Op):
             accum_dtype=_checks.accumulation(accum_dtype),
             return_entropy=_checks.flag("return_entropy", return_entropy),
             return_lse=_checks.flag("return_lse", return_lse),
+            max_valid_tokens=max_valid_tokens,
         )
         shape = target.shape
 
@@ -218,6 +235,7 @@ class LinearLogp(Op):
         return (("N", args.input.shape[0]), ("H", args.input.shape[1]), ("V", args.weight.shape[0]))
 
     def check_values(self, args: LinearLogpArgs) -> None:
+        super().check_values(args)
         _checks.labels_in_range(args.target, args.ignore_index, args.weight.shape[0])
         _checks.temperatures_in_range(args.token_temperature, self.valid(args))
 

@@ -46,7 +46,7 @@ Options = dict[str, Any]
 # tokens: wide tiles and the narrowest; classes: whole tiles or not; hidden: the logits fit inside grad_weight, or are
 # cut into pieces, of which the last is not a multiple of 16 tokens
 _COMMON: dict[str, Sequence[Any]] = {
-    "tokens": (1024, 10),
+    "tokens": (2048, 10),
     "classes": (12288, 5003),
     "hidden": (2048, 64),
     "dtype": (torch.bfloat16, torch.float16, torch.float32),

@@ -22,7 +22,8 @@ from headmux.contract import Backend, Call
 PER_CLASS = "<per class>"
 PER_TOKEN = "<per token>"
 COUNT = "<count>"
-_PLACEHOLDERS = (PER_CLASS, PER_TOKEN, COUNT)
+VALID = "<valid>"
+_PLACEHOLDERS = (PER_CLASS, PER_TOKEN, COUNT, VALID)
 
 LAYOUTS = (
     "plain",
@@ -49,7 +50,8 @@ class Case:
         V: Vocabulary size.
         dtype: dtype of hidden states and weights.
         options: Keyword arguments. ``PER_CLASS``, ``PER_TOKEN`` and ``COUNT`` stand for a random positive tensor of
-            shape [V], of the shape of the target, and for the number of tokens that count as a 0-dim tensor.
+            shape [V], of the shape of the target, and for a number of tokens as a 0-dim tensor; ``VALID`` for the
+            number of tokens that count.
         bias: dtype of the bias (the teacher's too), or None for no bias.
         needs: Roles whose gradient is asked for; None for all of the op.
         ignored: Share of tokens that do not count.
@@ -219,7 +221,9 @@ def build(case: Case, device: str | torch.device = "cpu") -> Problem:
         if name == "target":
             continue
         if value in _PLACEHOLDERS:
-            if value == COUNT:
+            if value == VALID:
+                options[name] = int((target != ignore).sum())
+            elif value == COUNT:
                 # not the true count, so that a kernel which counts by itself shows
                 tensors[name] = torch.tensor(float(3 * case.N), device=device)
             else:
@@ -320,6 +324,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
         ("predicted", "return_predicted_tokens", {"return_predicted_tokens": True}),
         ("ignore-index-in-range", "ignore_index inside the vocabulary", {"ignore_index": 3}),
         ("accum-fp32", "accum_dtype=torch.float32", {"accum_dtype": torch.float32}),
+        ("left-out", "max_valid_tokens", {"max_valid_tokens": VALID}),
         (
             "everything",
             "all options at once",
@@ -354,6 +359,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
         ("no-target", "no target", {"target": None}),
         ("ignore-index-in-range", "ignore_index inside the vocabulary", {"ignore_index": 3}),
         ("accum-fp32", "accum_dtype=torch.float32", {"accum_dtype": torch.float32}),
+        ("left-out", "max_valid_tokens", {"max_valid_tokens": VALID}),
         (
             "everything",
             "all options at once",
@@ -379,6 +385,7 @@ _OPTIONS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
         ("ignored", "ignore_index", {"ignore_index": -100}),
         ("ignore-index-in-range", "ignore_index inside the vocabulary", {"ignore_index": 3}),
         ("accum-fp32", "accum_dtype=torch.float32", {"accum_dtype": torch.float32}),
+        ("left-out", "max_valid_tokens", {"max_valid_tokens": VALID, "ignore_index": -100}),
         (
             "everything",
             "all options at once",
@@ -506,6 +513,13 @@ def _cases() -> Iterable[Case]:
         yield Case(f"{op}/uniform-bf16", op, spread=1e-3, V=1000, dtype=torch.bfloat16, options=per_token)
         for short in ("fp32", "bf16"):  # what is seen first says nothing of the largest logit
             yield Case(f"{op}/late-{short}", op, V=2200, late=60.0, dtype=_DTYPES[short], options=per_token)
+    # some ignored tokens enter, behind those that count
+    for op, options in (
+        ("flce", {"reduction": "sum", "token_weight": PER_TOKEN, "return_predicted_tokens": True}),
+        ("jsd", {"reduction": "sum"}),
+        ("linear_logp", {"ignore_index": IGNORED, "temperature": PER_TOKEN, "return_entropy": True}),
+    ):
+        yield Case(f"{op}/left-out-fewer", op, ignored=0.5, options={"max_valid_tokens": 11, **options})
     # the label's logit alone counts, and its rounding error is larger than what any exponential can hold
     for name, options in (("cold", {}), ("cold-entropy", {"return_entropy": True})):
         yield Case(

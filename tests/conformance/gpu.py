@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -17,10 +19,9 @@ from headmux.testing.runner import Context
 @probe("no-host-sync", devices=("cuda",))
 def _no_host_sync(context: Context) -> None:
     """Neither forward nor backward waits for the device."""
-    for reduction in _reductions(context):
-        problem = context.problem(
-            N=70, options=_options(context, reduction=reduction), bias=torch.float32, forward=True
-        )
+    for reduction, bound in itertools.product(_reductions(context), (None, 69)):
+        options = _options(context, reduction=reduction, max_valid_tokens=bound)
+        problem = context.problem(N=70, options=options, bias=torch.float32, forward=True)
         context.run(problem)
         tensors = oracles.leaves(problem)
         torch.cuda.synchronize()
@@ -34,8 +35,9 @@ def _no_host_sync(context: Context) -> None:
 @probe("cuda-graph", devices=("cuda",))
 def _cuda_graph(context: Context) -> None:
     """Forward and backward can be captured, and a replay computes from the inputs of that moment."""
-    for reduction in _reductions(context):
-        case = context.case(N=70, options=_options(context, reduction=reduction), bias=torch.float32)
+    for reduction, bound in itertools.product(_reductions(context), (None, 69)):
+        options = _options(context, reduction=reduction, max_valid_tokens=bound)
+        case = context.case(N=70, options=options, bias=torch.float32)
         problem = context.problem(case, forward=True)
         context.run(problem)
         static = Problem(
@@ -60,6 +62,8 @@ def _cuda_graph(context: Context) -> None:
             for t in static.tensors.values():
                 if t is not None and t.is_floating_point():
                     t.copy_(torch.randn(t.shape, generator=generator) * 0.3)
+                elif t is not None:
+                    t.copy_(t.roll(1))  # other tokens count
             arrives = upstreams(static, kind)
             for n, u in static.upstream.items():
                 u.copy_(arrives[n])
@@ -115,6 +119,22 @@ def _checked_targets(context: Context) -> None:
             del os.environ["HEADMUX_CHECK"]
         else:
             os.environ["HEADMUX_CHECK"] = before
+
+
+@probe("too-many-tokens", devices=("cuda",))
+def _too_many_tokens(context: Context) -> None:
+    """More tokens that count than ``max_valid_tokens``: NaN for those left out, and in every gradient."""
+    for reduction in _reductions(context):
+        options = _options(context, reduction=reduction, max_valid_tokens=3)
+        problem = context.problem(N=12, options=options, bias=torch.float32, forward=True)
+        context.admit(problem)
+        got = oracles.evaluate(context.call, problem)
+        lost = problem.valid.nonzero()[3:, 0]
+        for name, value in got.outputs.items():
+            left_out = value[lost] if value.dim() else value
+            context.expect(torch.isnan(left_out).all(), f"{name} hides that tokens were left out ({reduction})")
+        for role, g in got.gradients.items():
+            context.expect(g is not None and torch.isnan(g).all(), f"grad_{role} is not NaN ({reduction})")
 
 
 @probe("peak-memory", devices=("cuda",))

@@ -188,7 +188,18 @@ def other_cases() -> list[Bad]:
     flags = ["use_token_scaling", "return_z_loss", "return_token_accuracy", "return_predicted_tokens"]
     for op, name in [*(("flce", f) for f in flags), ("linear_logp", "return_entropy"), ("linear_logp", "return_lse")]:
         cases += [(op, {name: v}, TypeError, f"{name} must be True or False, got {v!r}") for v in (1, None, "yes")]
+    for op, needed in (("flce", {}), ("jsd", {"target": labels()}), ("linear_logp", {"ignore_index": -100})):
+        name = "max_valid_tokens"
+        cases += [
+            (op, {**needed, name: v}, ValueError, f"{name}={v} must be at least 1, or None") for v in (0, -1)
+        ]
+        cases += [
+            (op, {**needed, name: v}, TypeError, f"{name} must be an int, got {v!r}") for v in (True, 2.0, "2")
+        ]
+        cases.append((op, {**needed, name: torch.tensor(2)}, TypeError, f"{name} must be an int, got tensor(2)"))
     cases += [
+        ("jsd", {"max_valid_tokens": 2}, ValueError, "max_valid_tokens=2 needs a target"),
+        ("linear_logp", {"max_valid_tokens": 2}, ValueError, "max_valid_tokens=2 needs an ignore_index"),
         ("flce", {"ce_weight": randn(V + 1)}, ValueError, f"ce_weight has shape ({V + 1},)"),
         ("flce", {"ce_weight": torch.ones(V, dtype=torch.int64)}, TypeError, "ce_weight has dtype torch.int64"),
         (

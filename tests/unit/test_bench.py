@@ -17,12 +17,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headmux.bench import compare, gate, goals, labels, measure, pages, plots, report, runner
+from headmux.bench import compare, floors, gate, goals, labels, measure, pages, plots, report, runner
 from headmux.bench.__main__ import main
 from headmux.bench.problem import Problem
 from headmux.bench.providers import Provider, masked_environment, peers_of, providers
 from headmux.bench.records import KernelRecord, Record, Results, command
 from headmux.bench.shapes import OPS, PRESETS, Shape, Variant
+from headmux.testing.modes import Watch
 
 TINY = Shape(32, 16, 64)
 CPU = torch.device("cpu")
@@ -88,12 +89,23 @@ def test_a_run_writes_the_agreed_records(op, tmp_path, capsys):
 def test_reference_agrees_with_plain_pytorch_and_headmux(op, variant):
     p = problem(op, variant, torch.float64, Shape(32, 16, 64, softcap=3.0))
     truth = gate.reference(p)
-    chosen = [providers(op, "torch", "none")[0], *[q for q in peers_of(op) if q.name == "pytorch"]]
+    ours = providers(op, "torch", "none", half="half" in variant)[::2]
+    chosen = [*ours, *[q for q in peers_of(op) if q.name == "pytorch"]]
     for q in chosen:
         p.clear()
         found = gate.errors(p, truth, measure.step(p, q.build(p))())
         assert gate.verdict(p, found) is None, (q.name, found)
         assert (found["err_weight"] is None) == (variant == "nograd")
+
+
+@pytest.mark.parametrize("vocabulary", [64, 63])
+@pytest.mark.parametrize("variant", ["default", "nograd"])
+@pytest.mark.parametrize("op", OPS)
+def test_the_floor_makes_the_ops_products_in_either_layout(op, variant, vocabulary):
+    p = problem(op, variant, shape=Shape(32, 16, vocabulary))
+    with Watch() as seen:
+        floors.floor(p)()
+    assert seen.flops == floors.gemms(p) * 2 * 32 * 16 * vocabulary
 
 
 def test_wrong_gradients_get_no_time():
@@ -534,6 +546,9 @@ def test_variants_and_presets():
         providers("flce", "none", "nobody")
     assert [p.name for p in providers("flce", "torch", "pytorch")] == [
         "headmux-torch", "headmux-torch-f32acc", "pytorch", "pytorch-float"
+    ]
+    assert [p.name for p in providers("flce", "torch", "none", half=True)][2:] == [
+        "headmux-torch-valid", "headmux-torch-f32acc-valid"
     ]
 
 

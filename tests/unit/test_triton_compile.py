@@ -16,6 +16,7 @@ import triton
 
 from headmux.backends.triton import compile, kernels
 from headmux.backends.triton.compile import Launch, Result, covering
+from headmux.backends.triton.launch import combined
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Triton interprets, it compiles nothing")
 
@@ -74,6 +75,7 @@ def test_tiles_are_the_widest_and_the_narrowest(launches: list[Launch]) -> None:
     for kernel in ("look", "exponentiate", "settle", "to_gradient"):
         assert found[kernel]["BN"] >= {16, 256}
     assert found["diverge"]["BN"] >= {16, 64}
+    assert found["combine"]["BN"] == {combined(count)[0] for count in range(1, 4097)} == {2, 4, 8, 16}
 
 
 def test_kernels_that_compare_logits_round_them_alike(launches: list[Launch]) -> None:
