@@ -150,7 +150,7 @@ class Accumulate:
         shared_b = shared.b.get_tensor(layout_b.outer, swizzle=layout_b.inner)
         shared_c = shared.c.get_tensor(layout_c.outer, swizzle=layout_c.inner)
         arrived = shared.arrived.data_ptr()
-        if const_expr(self.add):
+        if const_expr(self.add):  # noqa: SIM102, this is decided while tracing
             if warp == 0:
                 with cute.arch.elect_one():
                     for i in range_constexpr(CONSUMERS * _BUFFERS):
@@ -211,7 +211,7 @@ class Accumulate:
             for number in cutlass.range(cluster + consumer * clusters, tiles, CONSUMERS * clusters, unroll=1):
                 column = number // across
                 feature = (number % across * CLUSTER + rank) * (FEATURES // _PIECE)
-                if const_expr(self.add):
+                if const_expr(self.add):  # noqa: SIM102, this is decided while tracing
                     if warp % 4 == 0:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                         for i in range_constexpr(_BUFFERS):
@@ -219,7 +219,7 @@ class Accumulate:
                 mma = pingpong.multiply(
                     mma, accumulator, operand_a, operand_b, loads, depth, number, cluster, clusters, tiles, consumer
                 )
-                if const_expr(self.inside):
+                if const_expr(self.inside):  # noqa: SIM102, this is decided while tracing
                     if warp % 4 == 0:
                         if lane == 0:
                             cute.arch.inline_ptx(

@@ -19,7 +19,17 @@ from multiprocessing import get_context
 import torch
 
 from headmux.backends.common import resources as common
-from headmux.backends.cutedsl.build import ARCHITECTURE, SCALED, Adding, Comparison, Config, Kind, Scaling, Sorting, compiled
+from headmux.backends.cutedsl.build import (
+    ARCHITECTURE,
+    SCALED,
+    Adding,
+    Comparison,
+    Config,
+    Kind,
+    Scaling,
+    Sorting,
+    compiled,
+)
 
 MOST_SHARED = common.MOST_SHARED[90]
 """Bytes of shared memory that a thread block can have on Hopper."""

@@ -39,7 +39,7 @@ def multiply(
     tiles: Int32,
     consumer: Int32,
 ):
-    """The product of tile ``number``, by a warpgroup. Its cluster's tiles are ``cluster``, ``cluster + clusters``, ..."""
+    """The product of tile ``number``, by a warpgroup. Its cluster has ``cluster`` and each ``clusters`` further on."""
     before = number // clusters * depth  # stages of all tiles of the thread block
     ready, done = _state(before), _state(before)
     if number != cluster:

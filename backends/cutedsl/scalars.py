@@ -10,7 +10,7 @@ LOWEST = -3.0e38
 """Largest exponent of no logits: below every logit, and finite, so that differences are never NaN."""
 
 MOST = 40.0
-"""The largest exponent. Sums of such powers, and what is multiplied with their inverse, stay far inside fp32 and bf16."""
+"""The largest exponent. Sums of such powers, and products with their inverse, stay far inside fp32 and bf16."""
 
 UNDERFLOWN = -1.0e4
 """An exponent whose power is 0, to multiply a power with."""

@@ -471,6 +471,10 @@ def _cases() -> Iterable[Case]:
             )
         for tokens in (1, 2, 33, 130):
             yield Case(f"{op}/tokens-{tokens}", op, N=tokens, dtype=torch.bfloat16, options=per_token)
+        # sizes of which kernels can make whole tiles, with room for all tokens inside grad_weight, and for some
+        for short in ("bf16", "fp16"):
+            yield Case(f"{op}/whole-tiles-{short}", op, N=200, H=256, V=1000, dtype=_DTYPES[short])
+        yield Case(f"{op}/whole-tiles-more-tokens", op, N=300, H=256, V=600, dtype=torch.bfloat16)
         for short in ("int32", "int16", "uint8"):
             yield Case(
                 f"{op}/target-{short}", op, target_dtype=getattr(torch, short), options={**per_token, "ignore_index": 3}
