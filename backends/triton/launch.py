@@ -22,8 +22,9 @@ from headmux.contract import Upstream
 # fp16 holds a raw logit of up to 4 million so, and one of 4e-6 exactly enough
 _FP16_UNIT = 64.0
 _NOTHING_ELSE = {"ENTROPY": False, "SMOOTHED": False, "BEST": False}
-# a logit less the largest is exact near that only where both kernels round it first
-_REPEATED = {"enable_fp_fusion": False}
+# Products are rounded before they are added: jsd's kernels find the same logits, of which the largest less itself is 0,
+# and threads that add up the same products find the same sum, in whichever order.
+_ROUNDED = {"enable_fp_fusion": False}
 _TRITON = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
@@ -119,7 +120,8 @@ def statistics(
     flags = {"ENTROPY": wanted.entropy, "SMOOTHED": smoothed, "BEST": wanted.best}
     left_out = labels.index if labels is not None and wanted.entropy else None
     with on_device(device):
-        _look(raw, t, cut, partials, left_out, weights, **flags)
+        rounded = _ROUNDED if wanted.entropy or weights is not None else {}
+        _look(raw, t, cut, partials, left_out, weights, **flags, **rounded)
         _combine(raw, t, cut, partials, found, labels, dots, best, weights, **flags)
     given = iter(found.unbind(0))
     lse = next(given)
@@ -134,7 +136,7 @@ def logsumexp(raw: Tensor, transform: Transform) -> Tensor:
     partials = torch.empty((2, cut.parts, raw.shape[1]), dtype=torch.float32, device=raw.device)
     found = torch.empty((2, raw.shape[1]), dtype=torch.float32, device=raw.device)
     with on_device(raw.device):
-        _look(raw, transform, cut, partials, None, None, **_NOTHING_ELSE, **_REPEATED)
+        _look(raw, transform, cut, partials, None, None, **_NOTHING_ELSE, **_ROUNDED)
         _combine(raw, transform, cut, partials, found, None, None, None, None, APART=True, **_NOTHING_ELSE)
     return found
 
@@ -218,7 +220,7 @@ def diverge(
             beta if 0.0 < beta < 1.0 else None, None if into is None else upstream, kl, into,
             0 if into is None else into.stride(0), partials, cut.rows, cut.parts,
             TEACHER=of_teacher, STUDENT=of_student, EVEN=cut.even, R=cut.height, BN=cut.width,
-            num_warps=cut.warps, maxnreg=MOST_REGISTERS, **_REPEATED,
+            num_warps=cut.warps, maxnreg=MOST_REGISTERS, **_ROUNDED,
         )  # fmt: skip
     return partials.sum(1)
 

@@ -86,6 +86,14 @@ def test_kernels_that_compare_logits_round_them_alike(launches: list[Launch]) ->
     assert any(dict(launch.settings).get("enable_fp_fusion") is False for launch in looks)
 
 
+def test_threads_that_add_up_the_same_products_find_the_same_sum(launches: list[Launch]) -> None:
+    """A product that is fused with a sum that comes from another thread is not rounded, and the other one's is."""
+    for launch in launches:
+        arguments = dict(launch.arguments)
+        if launch.kernel == "look" and (arguments["ENTROPY"] or arguments["weights"] is not None):
+            assert dict(launch.settings)["enable_fp_fusion"] is False
+
+
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_covering(strength: int) -> None:
     options = {"a": (1, 2, 3), "b": (True, False), "c": "xyz", "d": (None, 0)}
