@@ -12,13 +12,12 @@ from headmux.backends.common import gemm
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.residual import scaled as plain
 from headmux.backends.cutedsl.build import SCALED, Adding, Scaling, Sorting, kernel
-from headmux.backends.cutedsl.schedule import CLUSTER
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
 from headmux.backends.cutedsl.statistics import aligned, multiprocessors
 from headmux.contract import Upstream
 
 _BLOCKS = 132 * 16
-_FEATURES = 256  # whole tiles of both thread blocks of a cluster
-_CLASSES = 192  # of a tile
+_FEATURES = CLUSTER * TOKENS  # of both thread blocks' tiles
 
 
 def admit(
@@ -71,7 +70,7 @@ def accumulate(
     if more or not _fits(total, left, right, dtype):
         gemm.accumulate(total, pairs, dtype, first=first, inside=inside, **others)
         return
-    columns = -(-total.shape[0] // _CLASSES)
+    columns = -(-total.shape[0] // COLUMN)
     read = torch.zeros(columns, dtype=torch.int32, device=total.device) if inside else None
     clusters = min(multiprocessors(total.device.index) // CLUSTER, columns * (total.shape[1] // _FEATURES))
     with torch.cuda.device(total.device):

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from headmux import get_op, registry
+from headmux.backends.common import storage
 from headmux.backends.common.budget import budget as headmux_budget
 from headmux.backends.common.head import MASKED
 from headmux.backends.common.labels import Labels
 from headmux.backends.cutedsl import divergence, flce, launch, linear_logp, softmax, statistics
-from headmux.backends.cutedsl.build import Comparison, Scaling, Sorting
+from headmux.backends.cutedsl.build import Adding, Comparison, Scaling, Sorting
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, WORKERS, Schedule
 from headmux.contract import Upstream
 
@@ -302,6 +303,54 @@ def test_labels_are_sorted_in_one_launch(ignore_index: int | None, monkeypatch: 
     assert torch.equal(labels.index, right.index)
     torch.testing.assert_close(labels.counts, right.counts, rtol=0, atol=0, equal_nan=True)
     assert (labels.valid is None) == (ignore_index is None)
+
+
+def _workspace(classes: int, hidden: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    total, held = storage.workspace(torch.empty(1), (classes, hidden), dtype, tokens, dtype, 64)
+    return total.zero_(), held.normal_()
+
+
+@pytest.mark.parametrize(
+    ("hidden", "dtype", "first", "inside", "pairs", "one"),
+    [
+        (256, torch.bfloat16, True, True, 1, True),
+        (512, torch.float16, True, False, 1, True),
+        (256, torch.bfloat16, False, False, 1, True),
+        (256, torch.float32, True, True, 1, False),
+        (128, torch.bfloat16, True, True, 1, False),  # no whole tiles
+        (256, torch.bfloat16, True, True, 2, False),
+    ],
+)
+def test_sums_of_products_are_one_launch_where_they_can_be(
+    hidden: int, dtype: torch.dtype, first: bool, inside: bool, pairs: int, one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[Any] = []
+
+    def kernel(config: Any) -> Callable[..., None]:
+        def run(states: Tensor, gradient: Tensor, total: Tensor, read: Tensor | None, clusters: int) -> None:
+            launched.append(config)
+            assert 1 <= clusters <= 66
+            assert (read is None) == (not config.inside)
+            if read is not None:
+                assert (read.numel() - 1) * COLUMN < total.shape[0] <= read.numel() * COLUMN
+                assert not read.any()
+            found = gradient.float() @ states.float()
+            total.copy_(found + total.float() if config.add else found)
+
+        return run
+
+    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    total, held = _workspace(400, hidden, 40, dtype)
+    chunks = [held if inside else held.clone(), torch.randn(400, 24).to(dtype)][:pairs]
+    given = [(left, torch.randn(left.shape[1], hidden).to(dtype)) for left in chunks]
+    if not first:
+        total.normal_()
+    right = sum((left.double() @ states.double() for left, states in given), 0.0 if first else total.double())
+    launch.accumulate(total, given, dtype, first=first, rows=64, inside=inside, once=True)
+    assert launched == ([Adding(dtype, not first, inside)] if one else [])
+    torch.testing.assert_close(total.double(), right, rtol=1e-2, atol=0.1)
 
 
 @pytest.mark.parametrize("tokens", [9, 40])  # fewer than H, and more
