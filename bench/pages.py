@@ -98,9 +98,10 @@ def _newest(sources: Sequence[Source]) -> list[Record]:
 
 
 def _header(records: Sequence[Record], sources: Sequence[Source]) -> dict[str, Any]:
-    """That of the newest file that has one of these records."""
+    """That of the newest file that has one of these records, with the commits of all that do."""
     wanted = {id(r) for r in records}
-    return next(s.results.header for s in reversed(sources) if any(id(r) in wanted for r in s.records))
+    found = [s.results.header for s in reversed(sources) if any(id(r) in wanted for r in s.records)]
+    return {**found[0], "commit": ", ".join(dict.fromkeys(str(h.get("commit")) for h in found))}
 
 
 # ------------------------------------------------------------------------------------------------ pictures
@@ -286,6 +287,7 @@ def summary(sources: Sequence[Source], pages: str = "docs/performance.md", image
     records = _newest(mine)
     lines: list[str] = []
     shown: list[tuple[Record, str]] = []
+    every: list[Record] = []
     for op in OPS:
         if not (case := _typical([r for r in records if r.op == op and r.ms is not None])):
             continue
@@ -297,10 +299,11 @@ def summary(sources: Sequence[Source], pages: str = "docs/performance.md", image
                   f"| {_cell(r.err_input, '.0e')} | {_cell(r.err_weight, '.0e')} |" for r in rows]
         lines.append("")
         shown.append((case[0], ahead(case) or ""))
+        every += rows
     first = shown[0][0]
-    header = _header([first], mine)
+    header = _header(every, mine)
     head = textwrap.fill(
-        f"Measured on {device} with torch {header.get('torch')} at commit {header.get('commit')}, {first.dtype}, "
+        f"Measured on {device} with torch {header.get('torch')} at commit {header.get('commit')}; {first.dtype}, "
         f"N={first.n} H={first.h} V={first.v}, forward and backward. The floor is the op's matrix products alone. Of "
         "each family the fastest member is shown; all providers, sizes and variants, their configurations, the goals "
         f"and the commands are in [{pages}]({pages}).", 120)
