@@ -84,6 +84,15 @@ def test_a_run_writes_the_agreed_records(op, tmp_path, capsys):
     assert "headmux-torch" in capsys.readouterr().out
 
 
+def test_the_quick_preset_takes_less_than_a_minute(tmp_path, capsys):
+    path, began = tmp_path / "out.json", time.perf_counter()
+    assert main(["flce", "--preset", "quick", "--device", "cpu", "--seconds", "0.1", "--json", str(path)]) == 0
+    assert time.perf_counter() - began < 60
+    ours = [r for r in Results.load(path).records if r.provider == "headmux-torch"]
+    assert {(r.n, r.h, r.v) for r in ours} == {(128, 64, 1000), (256, 64, 1000)}
+    assert all(r.ms is not None for r in ours)
+
+
 @pytest.mark.parametrize("variant", ["default", "scaled", "nograd", "rows", "half", "scaled+half", "rows+half+trained"])
 @pytest.mark.parametrize("op", OPS)
 def test_reference_agrees_with_plain_pytorch_and_headmux(op, variant):
