@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _outputs(command)
     for name, run_it, text in (
         ("selection", _selection, "host time of selection and of a tiny call"),
-        ("host", _host, "host time of a warm call of every provider"),
+        ("host", _host, "host time of a warm call of every provider, and on a GPU of one launch"),
     ):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run_it)

@@ -18,13 +18,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headmux.backends.cutedsl import divergence, launch
-from headmux.backends.cutedsl.build import Comparison, Scaling
+from headmux.backends.cutedsl import build, divergence, launch
+from headmux.backends.cutedsl.build import Comparison, Scaling, Sorting
 from headmux.bench import (
     compare,
     floors,
     gate,
     goals,
+    host,
     kernels,
     labels,
     measure,
@@ -465,7 +466,51 @@ def test_host_commands(command, tmp_path, capsys):
     records = Results.load(path).records
     assert "selection" in {r.provider for r in records} or "headmux-torch" in {r.provider for r in records}
     assert all(r.ms is None or r.ms > 0 for r in records)
-    assert "flce" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "flce" in out
+    assert "launch" not in out  # nothing launches on a CPU
+
+
+def test_single_launches_are_timed_beside_a_bare_one(monkeypatch):
+    triton = pytest.importorskip("headmux.backends.triton.kernels", reason="Triton is not installed")
+    names, launched = triton.sort_labels.arg_names, set()
+
+    class Sorter:
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                given = {**dict(zip(names, args, strict=False)), **options}
+                assert set(names) <= set(given)
+                assert (given["n"], given["V"], given["ignored"]) == (300, 50, -100)
+                assert grid[0] * given["BN"] >= 300
+                launched.add("triton")
+
+            return run
+
+    def kernel(config):
+        assert config == Sorting(True)
+        return lambda target, index, valid, counts, ignored, classes: launched.add(("cutedsl", ignored, classes))
+
+    monkeypatch.setattr(triton, "sort_labels", Sorter())
+    monkeypatch.setattr(build, "kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: launched.add("bare"))
+    monkeypatch.setattr(kernels, "refusal", lambda impl, dtype, device: None)
+    costs, failed = host.launches(CPU, torch.bfloat16, Shape(300, 8, 50))
+    assert [(c.op, c.what) for c in costs] == [("launch", "bare"), ("launch", "triton"), ("launch", "cutedsl")]
+    assert all(0 < c.best <= c.p20 <= c.us <= c.p80 for c in costs)
+    assert launched == {"bare", "triton", ("cutedsl", -100, 50)}
+    assert failed == []
+    for cost in costs:
+        assert f"launch       {cost.what}" in host.table(costs)
+        assert cost.note in cost.record(TINY, torch.bfloat16).config
+
+    monkeypatch.setattr(kernels, "refusal", lambda impl, dtype, device: "not here" if impl == "cutedsl" else None)
+    monkeypatch.setattr(triton, "sort_labels", None)
+    costs, failed = host.launches(CPU, torch.bfloat16, TINY)
+    assert [c.what for c in costs] == ["bare"]
+    assert {r.provider: r.error for r in failed} == {
+        "triton": "TypeError: 'NoneType' object is not subscriptable", "cutedsl": "not here"
+    }
+    assert [r.provider for r in host.launches(CPU, torch.bfloat16, TINY, "torch,cutedsl")[1]] == ["cutedsl"]
 
 
 def test_kernels_are_measured_beside_copies_of_as_many_bytes(tmp_path):
