@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from headmux.bench import compare, host, kernels, report
-from headmux.bench.providers import masked_environment, providers
+from headmux.bench.providers import masked_environment, named, providers
 from headmux.bench.records import Results, header
 from headmux.bench.runner import Case, DeviceLost, run
 from headmux.bench.shapes import OPS, PRESETS, Part, Shape, Variant
@@ -65,18 +65,21 @@ def _parser() -> argparse.ArgumentParser:
                              help="on a CPU, also the peak resident memory in a fresh process for each provider")
         _outputs(command)
         command.add_argument("--plot", type=Path, metavar="DIR", help="draw pictures into this folder")
-    command = commands.add_parser("kernels", help="bytes and bandwidth of the triton backend's own kernels")
+    command = commands.add_parser("kernels", help="bytes and bandwidth of the backends' own kernels")
     command.set_defaults(run=_kernels)
     command.add_argument("--shape", action="append", default=[], metavar="N,H,V", nargs="+",
                          help=f"sizes; may be repeated; default {' and '.join(map(str, kernels.GPU_SHAPES))} on a GPU")
+    command.add_argument("--impl", default=",".join(kernels.BACKENDS),
+                         help="comma list of backends; default %(default)s")
     command.add_argument("--dtype", default="bfloat16", help="comma list of bfloat16, float16, float32; default "
                                                              "%(default)s")
     command.add_argument("--device", help="default cuda if there is one, else cpu, where Triton has to interpret")
-    command.add_argument("--seconds", type=float, default=10.0, help="most time for the rounds of one shape")
+    command.add_argument("--seconds", type=float, default=10.0,
+                         help="most time for the rounds of one shape on one backend")
     _outputs(command)
     for name, run_it, text in (
         ("selection", _selection, "host time of selection and of a tiny call"),
-        ("host", _host, "host time of a warm call of every provider"),
+        ("host", _host, "host time of a warm call of every provider, and on a GPU of one launch"),
     ):
         command = commands.add_parser(name, help=text)
         command.set_defaults(run=run_it)
@@ -182,15 +185,23 @@ def _kernels(options: argparse.Namespace, words: list[str]) -> int:
     shapes = [Shape.parse(text) for text in _flat(options.shape)]
     if capped := [s for s in shapes if s.softcap is not None]:
         raise ValueError(f"--shape {capped[0]}: kernels are measured without a softcap")
+    impls = named(options.impl)
+    if not impls or not set(impls) <= set(kernels.BACKENDS):
+        raise ValueError(f"--impl {options.impl!r} is not of {', '.join(kernels.BACKENDS)}")
     results = Results(header(device, words), options.json)
     results.header["clock"] = "events" if device.type == "cuda" else time.perf_counter.__name__
     default = kernels.GPU_SHAPES if device.type == "cuda" else (kernels.TINY,)
-    failed = kernels.run(shapes or default, _dtypes(options.dtype), device, results, seconds=options.seconds)
+    failed = kernels.run(shapes or default, _dtypes(options.dtype), device, results, seconds=options.seconds,
+                         impls=impls, report=_tell)
     if not options.quiet:
         print(report.tables(results), end="")
     for line in failed:
-        print(f"headmux.bench: {line}", file=sys.stderr)
+        _tell(line)
     return 1 if failed else 0
+
+
+def _tell(line: str) -> None:
+    print(f"headmux.bench: {line}", file=sys.stderr, flush=True)
 
 
 def _selection(options: argparse.Namespace, words: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""What a call costs the host: selection, and the whole of a warm eager call."""
+"""What a call costs the host: selection, the whole of a warm eager call, and one launch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from headmux import registry
-from headmux.bench import measure
-from headmux.bench.problem import Problem
-from headmux.bench.providers import Provider, providers
+from headmux.bench import kernels, measure
+from headmux.bench.problem import IGNORE, Problem
+from headmux.bench.providers import Provider, named, providers
 from headmux.bench.records import Record, rounded
 from headmux.bench.shapes import OPS, Shape, Variant
 from headmux.ops import _autograd
@@ -27,7 +28,7 @@ class HostCost:
     """Microseconds of host time.
 
     Attributes:
-        op: Name of the op.
+        op: Name of the op, or "launch".
         what: What was timed.
         us: Median over batches.
         p20: 20th percentile.
@@ -129,13 +130,18 @@ def host(
 ) -> tuple[list[HostCost], list[Record]]:
     """Host time of one warm forward and backward of each provider at a small shape.
 
-    On a GPU also the launches of one call, and the host's time beyond what bare launches of that number take.
+    On a GPU also that of one launch, the launches of one call, and the host's time beyond what bare launches of that
+    number take.
 
     Returns:
-        The costs, and a record with the reason for each provider that has none.
+        The costs, and a record with the reason for each provider, or launch, that has none.
     """
-    costs, failed = [], []
-    bare = _bare_launch_us(device)
+    costs: list[HostCost] = []
+    failed: list[Record] = []
+    bare = None
+    if device.type == "cuda":
+        costs, failed = launches(device, dtype, shape, impl)
+        bare = costs[0].us
     for name in names:
         p = Problem(name, shape, dtype, device, Variant())
         for provider in providers(name, impl, peer_names):
@@ -150,7 +156,7 @@ def host(
                 us = _time(clean, device)
                 note = ""
                 if bare is not None:
-                    count = _launches(clean)
+                    count = _launched(clean)
                     note = f"{count} launches of {bare:.1f} us, {us[0] - count * bare:.0f} us beyond them"
                 costs.append(HostCost(name, provider.name, *us, note=note))
             except Exception as error:
@@ -164,14 +170,60 @@ def _failure(provider: Provider, p: Problem, error: Exception) -> Record:
     return Record(p.op, provider.name, s.n, s.h, s.v, dtype, "host", error=measure.reason(error))
 
 
-def _bare_launch_us(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
+def launches(
+    device: torch.device, dtype: torch.dtype, shape: Shape, impl: str | None = None
+) -> tuple[list[HostCost], list[Record]]:
+    """Host time of one warm launch: first a bare one, then of each backend that of its smallest kernel, which sorts
+    labels, with nothing around it.
+
+    Returns:
+        The costs, and a record with the reason for each backend that has none.
+    """
     cuda: Any = torch.cuda
-    return _time(lambda: cuda._sleep(1), device)[0]
+    costs = [HostCost("launch", "bare", *_time(lambda: cuda._sleep(1), device), note="torch.cuda._sleep")]
+    failed = []
+    target = torch.zeros(shape.n, dtype=torch.int64, device=device)
+    index, valid, counts = (torch.empty_like(target, dtype=t) for t in (torch.int64, torch.bool, torch.float32))
+    for name in (n for n in _SORTS if n in named(impl)):
+        sort, note = _SORTS[name]
+        reason = kernels.refusal(name, torch.bfloat16, device)  # labels are the same for any dtype
+        if reason is None:
+            try:
+                us = _time(sort(target, index, valid, counts, shape.v), device)
+                costs.append(HostCost("launch", name, *us, note=note))
+            except Exception as error:
+                reason = measure.reason(error)
+        if reason is not None:
+            kind = str(dtype).removeprefix("torch.")
+            failed.append(Record("launch", name, shape.n, shape.h, shape.v, kind, "host", error=reason))
+    return costs, failed
 
 
-def _launches(work: Callable[[], object]) -> int:
+def _triton_sort(
+    target: Tensor, index: Tensor, valid: Tensor, counts: Tensor, classes: int
+) -> Callable[[], object]:
+    from headmux.backends.triton.kernels import sort_labels
+
+    count, width = target.shape[0], 256
+    grid = (-(-count // width),)
+    return lambda: sort_labels[grid](target, IGNORE, count, classes, index, valid, counts, BN=width, num_warps=4)
+
+
+def _cutedsl_sort(
+    target: Tensor, index: Tensor, valid: Tensor, counts: Tensor, classes: int
+) -> Callable[[], object]:
+    from headmux.backends.cutedsl.build import Sorting, kernel
+
+    return lambda: kernel(Sorting(True))(target, index, valid, counts, IGNORE, classes)
+
+
+_SORTS = {
+    "triton": (_triton_sort, "sort_labels, warm"),
+    "cutedsl": (_cutedsl_sort, "kernel(Sorting) through tvm-ffi, warm; goal 10"),
+}
+
+
+def _launched(work: Callable[[], object]) -> int:
     from torch.profiler import ProfilerActivity, profile
 
     with measure.silent(), profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:

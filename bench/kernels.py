@@ -1,13 +1,15 @@
-"""What the triton backend does between the matrix products: times, and shares of the bandwidth of a copy.
+"""What backends do between the matrix products: times, and shares of the bandwidth of a copy.
 
-Each step is a launch function of ``headmux.backends.triton.launch`` as the ops call it, the merging of partial
-statistics included. Its bytes are those of the logits or states that it has to read and write, each counted once: what
-it moves beside them lowers its share. A copy that moves as many bytes takes its turns in the same rounds.
+Each step is a launch function of a backend as the ops call it, the merging of partial statistics included. Its bytes
+are those of the logits or states that it has to read and write, each counted once: what it moves beside them lowers its
+share. A copy that moves as many bytes takes its turns in the same rounds. What ``cutedsl`` launches together with a
+product has no step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,78 +34,120 @@ Step = tuple[int, Callable[[], object]]
 """Bytes that a step has to move, and the step."""
 
 
-def refusal(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot run there with such operands, if so."""
-    states, target = torch.empty(1, 1, dtype=dtype, device=device), torch.zeros(1, dtype=torch.int64, device=device)
-    found = registry.get_op("flce").explain(states, states, target, impl="triton")
-    return "; ".join(found.reasons["triton"]) or None
+def refusal(impl: str, dtype: torch.dtype, device: torch.device, hidden: int = TINY.h) -> str | None:
+    """Why a backend cannot run there with such operands, if so."""
+    states = torch.empty(1, hidden, dtype=dtype, device=device)
+    target = torch.zeros(1, dtype=torch.int64, device=device)
+    found = registry.get_op("flce").explain(states, states, target, impl=impl)
+    return "; ".join(found.reasons[impl]) or None
 
 
 class Inputs:
-    """The tensors of one shape. Logits are N(0, 1), so that exponentials against the label's always fit.
+    """Tensors of one shape, and a backend's steps over them.
+
+    Logits are N(0, 1), so that exponentials against the label's always fit.
 
     Attributes:
+        shape: Their sizes.
+        dtype: That of states and narrow logits.
         device: Where they are.
+        kept: [V, N] logits.
+        raw: The same, which a step may overwrite.
+        states: [N, H].
+        ones: [N] fp32.
         steps: Name to step.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        from headmux.backends.triton import launch
+    def __init__(self, impl: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
+        self.shape, self.dtype, self.device = shape, dtype, device
+        self.make = torch.Generator(device).manual_seed(_SEED)
+        self.kept, self.raw = self.logits(dtype), self.logits(dtype)
+        self.states = torch.empty(shape.n, shape.h, dtype=dtype, device=device).normal_(generator=self.make)
+        self.ones = torch.ones(shape.n, device=device)
+        self.steps = _STEPS[impl](self)
 
-        n, h, v = shape.n, shape.h, shape.v
-        make = torch.Generator(device).manual_seed(_SEED)
+    def logits(self, dtype: torch.dtype) -> Tensor:
+        """New ones."""
+        n, v = self.shape.n, self.shape.v
+        room = torch.empty(v * padded(n), dtype=dtype, device=self.device)
+        return rows_of(room.normal_(generator=self.make), v, n)
 
-        def logits(dtype: torch.dtype) -> Tensor:
-            room = torch.empty(v * padded(n), dtype=dtype, device=device)
-            return rows_of(room.normal_(generator=make), v, n)
-
-        self.device = device
-        self._logits, self._raw = logits(dtype), logits(dtype)
-        states = torch.empty(n, h, dtype=dtype, device=device).normal_(generator=make)
-        out, ones = torch.empty_like(states), torch.ones(n, device=device)
-        target = torch.randint(v, (n,), device=device, generator=make)
-        labels, _ = launch.admit(states, target, IGNORE, v, torch.float32)
-        dots = self._logits.gather(0, labels.index[None])[0].float()
-        transform = launch.Transform(Head(states, states[:0], None, dtype, 1.0, None, 1.0), slice(0, n))
-        found, rest = launch.statistics(self._logits, transform, Wanted(), labels, dots)
-        by = Coefficients(ones, ones)
-        student, teacher = (
-            launch.Side(raw, transform, launch.logsumexp(raw, transform))
-            for raw in (logits(torch.float32), logits(torch.float32))
-        )
-        kl = launch.diverge(student, teacher, BETA, labels.valid, loss=True)[-1]
-
-        held, wide = v * n * dtype.itemsize, v * n * torch.float32.itemsize
-        self.steps: dict[str, Step] = {
-            "look": (held, lambda: launch.statistics(self._logits, transform, Wanted(), labels, dots)),
-            "exponentiate": (2 * held, lambda: launch.exponentials(self._raw, transform, labels, dots)),
-            "to_gradient": (
-                2 * held,
-                lambda: launch.to_gradient(self._raw, transform, labels, dots, rest, found.lse, by),
-            ),
-            "look_fp32": (wide, lambda: launch.logsumexp(student.raw, transform)),
-            "diverge_sums": (2 * wide, lambda: launch.diverge(student, teacher, BETA, labels.valid, loss=True)),
-            "diverge_gradient": (
-                2 * wide + held,
-                lambda: launch.diverge(
-                    student, teacher, BETA, labels.valid, loss=False, upstream=ones, kl=kl, into=self._raw
-                ),
-            ),
-            "scale_rows": (2 * n * h * dtype.itemsize, lambda: launch.scale_rows(states, ones, out)),
-        }
-        if dtype == torch.float16:  # whose logits never become exponentials
-            del self.steps["exponentiate"]
+    def moved(self, narrow: int = 0, wide: int = 0) -> int:
+        """Bytes of so many passes over logits in ``dtype``, and in fp32."""
+        return self.shape.v * self.shape.n * (narrow * self.dtype.itemsize + wide * torch.float32.itemsize)
 
     def clear(self) -> None:
         """Logits that a step may have overwritten as they were, and the GPU busy for the while of a step's launches."""
-        self._raw.copy_(self._logits)
+        self.raw.copy_(self.kept)
         if self.device.type == "cuda":
             cuda: Any = torch.cuda
             cuda._sleep(_AHEAD_CYCLES)
 
 
+def _triton(x: Inputs) -> dict[str, Step]:
+    from headmux.backends.triton import launch
+
+    n, v = x.shape.n, x.shape.v
+    target = torch.randint(v, (n,), device=x.device, generator=x.make)
+    labels, _ = launch.admit(x.states, target, IGNORE, v, torch.float32)
+    dots = x.kept.gather(0, labels.index[None])[0].float()
+    transform = launch.Transform(Head(x.states, x.states[:0], None, x.dtype, 1.0, None, 1.0), slice(0, n))
+    found, rest = launch.statistics(x.kept, transform, Wanted(), labels, dots)
+    by = Coefficients(x.ones, x.ones)
+    student, teacher = (
+        launch.Side(raw, transform, launch.logsumexp(raw, transform))
+        for raw in (x.logits(torch.float32), x.logits(torch.float32))
+    )
+    steps: dict[str, Step] = {
+        "look": (x.moved(1), lambda: launch.statistics(x.kept, transform, Wanted(), labels, dots)),
+        "exponentiate": (x.moved(2), lambda: launch.exponentials(x.raw, transform, labels, dots)),
+        "to_gradient": (
+            x.moved(2), lambda: launch.to_gradient(x.raw, transform, labels, dots, rest, found.lse, by)
+        ),
+        "look_fp32": (x.moved(wide=1), lambda: launch.logsumexp(student.raw, transform)),
+    }
+    if x.dtype == torch.float16:  # whose logits never become exponentials
+        del steps["exponentiate"]
+    return steps | _shared(x, partial(launch.diverge, student, teacher, valid=labels.valid), launch.scale_rows)
+
+
+def _cutedsl(x: Inputs) -> dict[str, Step]:
+    from headmux.backends.cutedsl import divergence, launch
+
+    def side() -> tuple[Tensor, Tensor]:
+        logits = x.logits(torch.float32)  # in units of log 2
+        top = logits.amax(0)
+        return logits, torch.stack([top, (logits - top).exp2_().sum(0).log2_()])
+
+    return _shared(x, partial(divergence.diverge, side(), side(), chain=1.0), launch.scale_rows)
+
+
+def _shared(x: Inputs, diverge: Callable[..., Any], scale_rows: Callable[..., Tensor]) -> dict[str, Step]:
+    """What both backends have: a pair of logits compared, and states scaled."""
+    kl, out = diverge(BETA, loss=True)[-1], torch.empty_like(x.states)
+    return {
+        "diverge_sums": (x.moved(wide=2), lambda: diverge(BETA, loss=True)),
+        "diverge_gradient": (
+            x.moved(1, wide=2), lambda: diverge(BETA, loss=False, upstream=x.ones, kl=kl, into=x.raw)
+        ),
+        "diverge_both": (x.moved(1, wide=2), lambda: diverge(0.0, loss=True, upstream=x.ones, into=x.raw)),
+        "scale_rows": (2 * x.states.nbytes, lambda: scale_rows(x.states, x.ones, out)),
+    }
+
+
+_STEPS: dict[str, Callable[[Inputs], dict[str, Step]]] = {"triton": _triton, "cutedsl": _cutedsl}
+BACKENDS = tuple(_STEPS)
+
+
 def run(
-    shapes: Sequence[Shape], dtypes: Sequence[torch.dtype], device: torch.device, results: Results, *, seconds: float
+    shapes: Sequence[Shape],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    results: Results,
+    *,
+    seconds: float,
+    impls: Sequence[str] = BACKENDS,
+    report: Callable[[str], object] = lambda text: None,
 ) -> list[str]:
     """Measure every step at every shape.
 
@@ -112,27 +156,37 @@ def run(
         dtypes: Of hidden states, weight, and logits of flce and linear_logp.
         device: Where.
         results: Where records go.
-        seconds: Time for the rounds of one shape.
+        seconds: Time for the rounds of one shape on one backend.
+        impls: Backends.
+        report: Told of each backend that cannot run there, and why.
 
     Returns:
         Why steps have no record, a line each.
 
     Raises:
-        ValueError: The backend cannot run there.
+        ValueError: No backend can run there.
     """
-    for dtype in dtypes:
-        if reason := refusal(device, dtype):
-            raise ValueError(f"kernels: the triton backend cannot run: {reason}")
+    cases = [
+        (impl, shape, dtype, refusal(impl, dtype, device, shape.h))
+        for dtype in dtypes for shape in shapes for impl in impls
+    ]
+    refused = dict.fromkeys(f"the {impl} backend cannot run: {reason}" for impl, _, _, reason in cases if reason)
+    if all(reason for *_, reason in cases):
+        raise ValueError("; ".join(refused))
+    for line in refused:
+        report(line)
     failed = []
-    for dtype in dtypes:
-        for shape in shapes:
+    for impl, shape, dtype, reason in cases:
+        if reason is None:
             measure.release(device)
-            failed += _run(shape, dtype, device, results, seconds)
+            failed += _run(impl, shape, dtype, device, results, seconds)
     return failed
 
 
-def _run(shape: Shape, dtype: torch.dtype, device: torch.device, results: Results, seconds: float) -> list[str]:
-    inputs = Inputs(shape, dtype, device)
+def _run(
+    impl: str, shape: Shape, dtype: torch.dtype, device: torch.device, results: Results, seconds: float
+) -> list[str]:
+    inputs = Inputs(impl, shape, dtype, device)
     most = max(moved for moved, _ in inputs.steps.values()) // 2
     source, sink = (torch.empty(most, dtype=torch.uint8, device=device).random_() for _ in range(2))
 
@@ -149,8 +203,8 @@ def _run(shape: Shape, dtype: torch.dtype, device: torch.device, results: Result
     for name, (moved, _) in inputs.steps.items():
         beside = _copy_of(moved)
         if name in times and beside in times:
-            results.put(_record(name, shape, dtype, moved, times[name], times[beside]))
-    return [f"{name} {shape}: {reason}" for name, reason in failed.items()]
+            results.put(_record(impl, name, shape, dtype, moved, times[name], times[beside]))
+    return [f"{impl} {name} {shape}: {reason}" for name, reason in failed.items()]
 
 
 def _copy_of(moved: int) -> str:
@@ -158,7 +212,7 @@ def _copy_of(moved: int) -> str:
 
 
 def _record(
-    name: str, shape: Shape, dtype: torch.dtype, moved: int, times: Sequence[float], copies: Sequence[float]
+    impl: str, name: str, shape: Shape, dtype: torch.dtype, moved: int, times: Sequence[float], copies: Sequence[float]
 ) -> KernelRecord:
     ms, p20, p80 = (measure.percentile(times, share) for share in (0.5, 0.2, 0.8))
     copy_ms = measure.percentile(copies, 0.5)
@@ -166,4 +220,5 @@ def _record(
         name, shape.n, shape.h, shape.v, str(dtype).removeprefix("torch."),
         ms=rounded(ms, 5), p20=rounded(p20, 5), p80=rounded(p80, 5), bytes=moved,
         tb_per_s=rounded(moved / ms / 1e9), copy_tb_per_s=rounded(moved / copy_ms / 1e9), share=rounded(copy_ms / ms),
+        backend=impl,
     )

@@ -40,15 +40,15 @@ How to read it:
 """
 
 _KERNELS = f"""\
-What the `triton` backend does between matrix products is bound by memory. Each row is one pass over logits [V, N] or
-states [N, H], from `python -m headmux.bench kernels`, with the small launches that belong to it; **MB** are those
-of logits and states that it has to read and write, and nothing else. **share** is its rate over that of a device copy
-that moves as many bytes, in the same rounds.
+What backends do between matrix products is bound by memory. Each row is one pass over logits [V, N] or states [N, H],
+from `python -m headmux.bench kernels`, with the small launches that belong to it; **MB** are those of logits and
+states that it has to read and write, and nothing else. **share** is its rate over that of a device copy that moves as
+many bytes, in the same rounds. `cutedsl` has rows for what it does not launch together with a product.
 
 - *look* reads logits for the statistics, *exponentiate* leaves exponentials in their place, the settling at the labels
   included, *to_gradient* the gradient; *scale_rows* scales hidden states.
 - `jsd` (beta {BETA:g}) reads fp32 logits: *look_fp32* for the statistics, *diverge_sums* those of both models for the
-  loss, *diverge_gradient* once more for the gradient.
+  loss, *diverge_gradient* once more for the gradient; where beta is 0, *diverge_both* gives both in one read.
 """
 
 

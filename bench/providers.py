@@ -100,13 +100,20 @@ def _chosen(known: list[Provider], names: str) -> list[Provider]:
 # ------------------------------------------------------------------------------------------------ headmux
 
 
-def _ours(impl: str | None, half: bool) -> list[Provider]:
+def named(impl: str | None) -> list[str]:
+    """Backends in a comma list: all without one, no backend for ``none``.
+
+    Raises:
+        LookupError: An unknown name.
+    """
     if impl is None:
-        names = list(registry.names())
-    else:
-        names = [registry.resolve(n) for n in impl.split(",") if n.strip() and n.strip().lower() != "none"]
+        return list(registry.names())
+    return [registry.resolve(n) for n in impl.split(",") if n.strip() and n.strip().lower() != "none"]
+
+
+def _ours(impl: str | None, half: bool) -> list[Provider]:
     found = []
-    for name in names:
+    for name in named(impl):
         for bounded in (False, True) if half else (False,):
             for accum in (None, torch.float32):
                 suffix, config = "", f"impl={name}"

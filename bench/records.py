@@ -1,5 +1,5 @@
 """Results as JSON: a header that says where and how, and one record per (op, provider, shape, dtype, variant), or per
-(kernel, shape, dtype).
+(kernel, backend, shape, dtype).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 SCHEMA = 1
 Key = tuple[str, str, int, int, int, str, str]
-KernelKey = tuple[str, int, int, int, str]
+KernelKey = tuple[str, str, int, int, int, str]
 
 
 @dataclass
@@ -114,6 +114,7 @@ class KernelRecord:
         tb_per_s: Those bytes over its median, in units of 10^12.
         copy_tb_per_s: The same of a copy of as many bytes in the same rounds, read and written ones counted.
         share: Its rate over the copy's.
+        backend: Whose step it is.
     """
 
     kernel: str
@@ -128,11 +129,12 @@ class KernelRecord:
     tb_per_s: float
     copy_tb_per_s: float
     share: float
+    backend: str = "triton"  # files from before others were measured have no such field
 
     @property
     def key(self) -> KernelKey:
         """What tells records apart."""
-        return (self.kernel, self.n, self.h, self.v, self.dtype)
+        return (self.kernel, self.backend, self.n, self.h, self.v, self.dtype)
 
 
 def _record(item: dict[str, Any]) -> Record | KernelRecord:

@@ -46,32 +46,15 @@ class CuteDivergence(Divergence):
         self, tokens: slice, student: Tensor, teacher: Tensor, upstream: Tensor | None, out: Tensor | None
     ) -> Tensor:
         """Losses, and the gradient in ``out``."""
-        beta = self.args.beta
-        q, q_lse = self._logits(self.student, student, tokens)
-        p, p_lse = self._logits(self.teacher, teacher, tokens)
-        chain = self.student.scale / self.args.temperature
+        beta, chain = self.args.beta, self.student.scale / self.args.temperature
+        q, p = self._logits(self.student, student, tokens), self._logits(self.teacher, teacher, tokens)
         place = out if out is None or _fits(out) else _beside(out)
-
-        def diverge(*, loss: bool, kl: Tensor | None = None, into: Tensor | None = None) -> Tensor | None:
-            between = 0.0 < beta < 1.0
-            blocks = BLOCKS[loss, into is not None] * multiprocessors(q.device.index)
-            width, columns, parts = cut(*q.shape, blocks)
-            sums = None
-            if loss:
-                sums = torch.empty((1 + between, parts, q.shape[1]), dtype=torch.float32, device=q.device)
-            config = Comparison(None if between else beta, loss, None if into is None else into.dtype)
-            with torch.cuda.device(q.device):
-                kernel(config)(
-                    q, p, q_lse, p_lse, sums, None if into is None else upstream, kl, into, beta, 1.0 - beta, chain,
-                    width, columns, parts,
-                )  # fmt: skip
-            return None if sums is None else sums.sum(1)
-
-        found = diverge(loss=True, into=place if beta == 0.0 else None)
+        into = place if beta == 0.0 else None
+        found = diverge(q, p, beta, chain=chain, loss=True, upstream=upstream, into=into)
         assert found is not None
         kl = found[-1]
         if place is not None and beta != 0.0:
-            diverge(loss=False, kl=kl, into=place)
+            diverge(q, p, beta, chain=chain, loss=False, upstream=upstream, kl=kl, into=place)
         if place is not None and place is not out:
             assert out is not None
             out.copy_(place)
@@ -84,6 +67,35 @@ class CuteDivergence(Divergence):
             temperature=self.args.temperature,
         )  # fmt: skip
         return held, lse
+
+
+def diverge(
+    student: tuple[Tensor, Tensor], teacher: tuple[Tensor, Tensor], beta: float, *, chain: float, loss: bool,
+    upstream: Tensor | None = None, kl: Tensor | None = None, into: Tensor | None = None,
+) -> Tensor | None:  # fmt: skip
+    """One read of a pair of logits: for ``loss`` their sums, and with ``into`` [V, n] the student's gradient there.
+
+    Logits [V, n] come with their log-sum-exp [2, n], as ``headmux.backends.cutedsl.statistics.logits`` leaves both. The
+    gradient is for ``upstream`` [n], and needs ``kl`` [n], the student's sum, where beta is not 0; rows of ``into``
+    start at multiples of 4 elements.
+
+    Returns:
+        [k, n], the teacher's sum unless beta is 1, and the student's unless it is 0; None without ``loss``.
+    """
+    (q, q_lse), (p, p_lse) = student, teacher
+    between = 0.0 < beta < 1.0
+    blocks = BLOCKS[loss, into is not None] * multiprocessors(q.device.index)
+    width, columns, parts = cut(*q.shape, blocks)
+    sums = None
+    if loss:
+        sums = torch.empty((1 + between, parts, q.shape[1]), dtype=torch.float32, device=q.device)
+    config = Comparison(None if between else beta, loss, None if into is None else into.dtype)
+    with torch.cuda.device(q.device):
+        kernel(config)(
+            q, p, q_lse, p_lse, sums, None if into is None else upstream, kl, into, beta, 1.0 - beta, chain,
+            width, columns, parts,
+        )  # fmt: skip
+    return None if sums is None else sums.sum(1)
 
 
 def cut(vocabulary: int, tokens: int, blocks: int) -> tuple[int, int, int]:

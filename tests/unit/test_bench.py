@@ -11,13 +11,29 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from headmux.bench import compare, floors, gate, goals, labels, measure, pages, plots, report, runner
+from headmux.backends.cutedsl import build, divergence, launch
+from headmux.backends.cutedsl.build import Comparison, Scaling, Sorting
+from headmux.bench import (
+    compare,
+    floors,
+    gate,
+    goals,
+    host,
+    kernels,
+    labels,
+    measure,
+    pages,
+    plots,
+    report,
+    runner,
+)
 from headmux.bench.__main__ import main
 from headmux.bench.problem import Problem
 from headmux.bench.providers import Provider, masked_environment, peers_of, providers
@@ -459,7 +475,51 @@ def test_host_commands(command, tmp_path, capsys):
     records = Results.load(path).records
     assert "selection" in {r.provider for r in records} or "headmux-torch" in {r.provider for r in records}
     assert all(r.ms is None or r.ms > 0 for r in records)
-    assert "flce" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "flce" in out
+    assert "launch" not in out  # nothing launches on a CPU
+
+
+def test_single_launches_are_timed_beside_a_bare_one(monkeypatch):
+    triton = pytest.importorskip("headmux.backends.triton.kernels", reason="Triton is not installed")
+    names, launched = triton.sort_labels.arg_names, set()
+
+    class Sorter:
+        def __getitem__(self, grid):
+            def run(*args, **options):
+                given = {**dict(zip(names, args, strict=False)), **options}
+                assert set(names) <= set(given)
+                assert (given["n"], given["V"], given["ignored"]) == (300, 50, -100)
+                assert grid[0] * given["BN"] >= 300
+                launched.add("triton")
+
+            return run
+
+    def kernel(config):
+        assert config == Sorting(True)
+        return lambda target, index, valid, counts, ignored, classes: launched.add(("cutedsl", ignored, classes))
+
+    monkeypatch.setattr(triton, "sort_labels", Sorter())
+    monkeypatch.setattr(build, "kernel", kernel)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: launched.add("bare"))
+    monkeypatch.setattr(kernels, "refusal", lambda impl, dtype, device: None)
+    costs, failed = host.launches(CPU, torch.bfloat16, Shape(300, 8, 50))
+    assert [(c.op, c.what) for c in costs] == [("launch", "bare"), ("launch", "triton"), ("launch", "cutedsl")]
+    assert all(0 < c.best <= c.p20 <= c.us <= c.p80 for c in costs)
+    assert launched == {"bare", "triton", ("cutedsl", -100, 50)}
+    assert failed == []
+    for cost in costs:
+        assert f"launch       {cost.what}" in host.table(costs)
+        assert cost.note in cost.record(TINY, torch.bfloat16).config
+
+    monkeypatch.setattr(kernels, "refusal", lambda impl, dtype, device: "not here" if impl == "cutedsl" else None)
+    monkeypatch.setattr(triton, "sort_labels", None)
+    costs, failed = host.launches(CPU, torch.bfloat16, TINY)
+    assert [c.what for c in costs] == ["bare"]
+    assert {r.provider: r.error for r in failed} == {
+        "triton": "TypeError: 'NoneType' object is not subscriptable", "cutedsl": "not here"
+    }
+    assert [r.provider for r in host.launches(CPU, torch.bfloat16, TINY, "torch,cutedsl")[1]] == ["cutedsl"]
 
 
 def test_kernels_are_measured_beside_copies_of_as_many_bytes(tmp_path):
@@ -474,26 +534,77 @@ def test_kernels_are_measured_beside_copies_of_as_many_bytes(tmp_path):
     assert data["header"]["command"].startswith("python -m headmux.bench kernels --shape 10,24,300")
     assert {r["kernel"]: r["bytes"] for r in data["records"]} == {
         "look": 2 * n * v, "exponentiate": 4 * n * v, "to_gradient": 4 * n * v, "look_fp32": 4 * n * v,
-        "diverge_sums": 8 * n * v, "diverge_gradient": 10 * n * v, "scale_rows": 4 * n * h,
+        "diverge_sums": 8 * n * v, "diverge_gradient": 10 * n * v, "diverge_both": 10 * n * v, "scale_rows": 4 * n * h,
     }
     for r in data["records"]:
         assert list(r) == ["kernel", "n", "h", "v", "dtype", "ms", "p20", "p80", "bytes", "tb_per_s", "copy_tb_per_s",
-                           "share"]
+                           "share", "backend"]
+        assert r["backend"] == "triton"
         assert (r["n"], r["h"], r["v"], r["dtype"]) == (n, h, v, "bfloat16")
         assert 0 < r["p20"] <= r["ms"] <= r["p80"]
         assert r["tb_per_s"] == pytest.approx(r["bytes"] / r["ms"] / 1e9, rel=1e-2)
         assert r["share"] == pytest.approx(r["tb_per_s"] / r["copy_tb_per_s"], rel=1e-2)
     assert done.stdout == report.tables(Results.load(path))
     assert "kernels N=10 H=24 V=300 bfloat16\n\nkernel " in done.stdout
+    assert "headmux.bench: the cutedsl backend cannot run: device cpu is not one of cuda; " in done.stderr
+
+
+def test_kernels_of_cutedsl_are_its_own_launches(tmp_path, monkeypatch, capsys):
+    path, (n, h, v), launched = tmp_path / "out.json", (10, 24, 300), set()
+
+    def kernel(config):
+        def run(*args):
+            launched.add(config)
+            if isinstance(config, Comparison):
+                for logits, lse in zip(args[:2], args[2:4], strict=True):
+                    torch.testing.assert_close((logits - lse.sum(0)).exp2().sum(0), torch.ones(n))
+                if config.loss:
+                    args[4].zero_()
+
+        return run
+
+    for module in (divergence, launch):
+        monkeypatch.setattr(module, "kernel", kernel)
+    monkeypatch.setattr(divergence, "multiprocessors", lambda device: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(kernels, "refusal", lambda impl, *where: None if impl == "cutedsl" else "not here")
+    words = ["kernels", "--shape", f"{n},{h},{v}", "--device", "cpu", "--seconds", "0.05", "--impl", "triton,cutedsl"]
+    assert main([*words, "--json", str(path)]) == 0
+    found = Results.load(path)
+    assert {(r.backend, r.kernel): r.bytes for r in found.kernels} == {
+        ("cutedsl", "diverge_sums"): 8 * n * v, ("cutedsl", "diverge_gradient"): 10 * n * v,
+        ("cutedsl", "diverge_both"): 10 * n * v, ("cutedsl", "scale_rows"): 4 * n * h,
+    }
+    narrow = torch.bfloat16
+    assert launched == {
+        Comparison(None, True, None), Comparison(None, False, narrow), Comparison(0.0, True, narrow),
+        Scaling(narrow, True),
+    }
+    told = capsys.readouterr()
+    assert told.err == "headmux.bench: the triton backend cannot run: not here\n"
+    assert re.search(r"\nscale_rows +cutedsl +[\d.]+ ", told.out)
+
+
+def test_kernels_of_files_that_name_no_backend_are_tritons(tmp_path):
+    record = KernelRecord("scale_rows", 1024, 64, 1000, "bfloat16", 0.1, 0.09, 0.11, 2_048_000, 2.05, 4.1, 0.5)
+    old = dataclasses.asdict(record)
+    del old["backend"]
+    new = {**old, "backend": "cutedsl", "ms": 0.2}
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps({"header": {}, "records": [old, new]}))
+    assert {r.backend: r.ms for r in Results.load(path).kernels} == {"triton": 0.1, "cutedsl": 0.2}
 
 
 @pytest.mark.parametrize(("words", "reason"), [
     ([], "TRITON_INTERPRET=1 is not set"),
+    (["--impl", "cutedsl"], "the cutedsl backend cannot run: device cpu"),
+    (["--impl", "torch"], "--impl 'torch' is not of triton, cutedsl"),
+    (["--impl", "nobody"], "nobody"),
     (["--dtype", "float64"], "float64"),
     (["--shape", "1,2"], "--shape '1,2'"),
     (["--shape", "1,2,3,30"], "softcap"),
 ])
-def test_kernels_without_a_usable_triton_or_shape(words, reason, tmp_path, capsys):
+def test_kernels_without_a_usable_backend_or_shape(words, reason, tmp_path, capsys):
     path = tmp_path / "out.json"
     assert main(["kernels", "--device", "cpu", "--json", str(path), *words]) == 2
     assert reason in capsys.readouterr().err
@@ -513,7 +624,7 @@ def test_pages_have_kernels_where_they_were_measured(results):
     assert page.startswith(head)
     assert "[d-kernels.json](../bench/results/d-kernels.json)" in kernels
     assert "measure them" in kernels
-    rows = re.findall(r"\*\*kernels N=(\d+) .*?\| look +\| +([\d.]+) .*? ([\d.]+) \|\n", kernels, re.DOTALL)
+    rows = re.findall(r"\*\*kernels N=(\d+) .*?\| look +\| +triton \| +([\d.]+) .*? ([\d.]+) \|\n", kernels, re.DOTALL)
     assert rows == [("1024", "0.1", "0.50"), ("4096", "0.3", "0.65")]
 
 
