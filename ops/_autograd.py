@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -95,8 +95,9 @@ class _Box:
         self.budget = budget.current()
         self._residual = residual
         self._picked = picked
-        # a copy of the states, which with a residual are mostly held there too
-        self._inner = inner if picked is not None and residual is not None else None
+        # a copy of the states, which a residual holds too, but for one of gradients
+        held = picked is not None and residual is not None and not isinstance(residual, tuple)
+        self._inner = inner if held else None
         self._spent = spent
 
     def take(self, op: Op, args: Any) -> tuple[Picked | None, Any, Any]:
@@ -241,7 +242,7 @@ class _Forward(torch.autograd.Function):
         given = dict(zip(op.tensor_fields, tangents, strict=False))
         wanted = [given[r] for r in roles]
         moves = tuple(torch.zeros_like(p) if t is None else t for t, p in zip(wanted, primals, strict=True))
-        found = torch.func.jvp(lambda *p: _differentiable(op, args, roles, p), primals, moves)[1]
+        found = _pushed(lambda *p: _differentiable(op, args, roles, p), primals, moves)
         left = iter(found)
         present = zip(op.outputs, op.present(args), strict=True)
         return (*[next(left) if out.differentiable else None for out, there in present if there], None)
@@ -285,7 +286,7 @@ class _Backward(torch.autograd.Function):
         rule = _SecondOrder(ctx)
         given = [tangents[i] for i in rule.positions]
         moves = tuple(torch.zeros_like(p) if t is None else t for p, t in zip(rule.primals, given, strict=True))
-        found = iter(torch.func.jvp(rule.gradients, rule.primals, moves)[1])
+        found = iter(_pushed(rule.gradients, rule.primals, moves))
         return tuple(next(found) if need else None for need in ctx.needs)
 
     @staticmethod
@@ -301,6 +302,19 @@ class _Backward(torch.autograd.Function):
 
 def _pick(flat: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
     return [a.select(d, index) if isinstance(d, int) else a for a, d in zip(flat, dims, strict=True)]
+
+
+def _pushed(
+    function: Callable[..., tuple[Tensor, ...]], primals: tuple[Tensor, ...], moves: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
+    """How the values of a function move when its arguments do."""
+    if torch._C._are_functorch_transforms_active():
+        primals, moves = (tuple(t.contiguous() for t in given) for given in (primals, moves))  # dual tensors must be
+        return cast("tuple[Tensor, ...]", torch.func.jvp(function, primals, moves)[1])
+    # PyTorch's own forward mode, in which no other can be nested: what pulls back is linear, and pulled back itself
+    values, pull, *_ = torch.func.vjp(function, *primals)
+    _, push, *_ = torch.func.vjp(pull, tuple(torch.zeros_like(v) for v in values))
+    return cast("tuple[Tensor, ...]", push(moves)[0])
 
 
 class _SecondOrder:

@@ -6,7 +6,7 @@ import math
 import numbers
 import os
 import sys
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,6 +66,8 @@ def flag(name: str, value: object) -> bool:
 
 def integer(name: str, value: object) -> int:
     """An int that is not a bool; TypeError for anything else."""
+    if isinstance(value, torch.SymInt):  # of a traced call
+        return cast("int", value)
     if isinstance(value, bool) or not isinstance(value, int):
         if not isinstance(value, numbers.Integral) or isinstance(value, bool):
             raise TypeError(f"{name} must be an int, got {value!r} of type {type(value).__name__}")

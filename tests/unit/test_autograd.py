@@ -90,6 +90,12 @@ def test_double_backward(name: str) -> None:
 
 
 @every_loss
+def test_forward_mode_without_functorch(name: str) -> None:
+    assert gradcheck(CALLS[name], _leaves(), check_forward_ad=True)
+    assert gradgradcheck(CALLS[name], _leaves(), check_fwd_over_rev=True)
+
+
+@every_loss
 def test_create_graph_is_never_detached(name: str) -> None:
     x, w, b = _leaves()
     (g,) = torch.autograd.grad(CALLS[name](x, w, b) ** 2, x, create_graph=True)
@@ -130,6 +136,14 @@ def test_jvp(name: str) -> None:
     f, r = _pair(name)
     primals, tangents = (D["x"], D["w"], D["b"]), (D["w"][:N], D["w"].flip(0), D["b"] + 1)
     assert_close(torch.func.jvp(f, primals, tangents), torch.func.jvp(r, primals, tangents))
+
+
+def test_hessian_of_an_expanded_upstream() -> None:
+    def total(op: Any) -> Any:
+        return torch.func.hessian(lambda w: op(D["x"], w, D["t"], reduction="none").sum())(D["w"])
+
+    flce = get_op("flce")
+    assert_close(total(flce), total(flce.reference))
 
 
 @every_loss

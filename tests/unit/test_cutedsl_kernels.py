@@ -421,10 +421,8 @@ def test_arguments_of_jsd_are_taken_as_they_are_launched(cache: Path) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        PLAIN,
         Config(torch.float16, True, True, True, True),
         Config(torch.bfloat16, True, per_token=True, keep=True),
-        Config(torch.bfloat16, True, softcap=True, store=True),
     ],
 )
 def test_no_product_spills(config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -250,6 +251,34 @@ def test_a_changing_bound_is_compiled_twice_at_most() -> None:
     for bound in range(VALID, N + 4):
         assert_close(_results(step, max_valid_tokens=bound), _results(RUNS["flce-mean"]))
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_bound_is_exported_as_an_input(strict: bool) -> None:
+    class Loss(torch.nn.Module):
+        def forward(self, x: Tensor, w: Tensor, t: Tensor, most: int) -> Tensor:
+            return flce(x, w, t, max_valid_tokens=most)
+
+    given, any_int = (D["x"].nan_to_num(0.0, 0.0, 0.0), D["w"], D["t"]), torch.export.Dim.DYNAMIC
+    shapes = (None, None, None, any_int)
+    found = torch.export.export(Loss(), (*given, N), dynamic_shapes=shapes, strict=strict).module()
+    assert_close(found(*given, VALID), flce(*given))
+
+
+def test_nothing_is_kept_for_a_backward_that_only_scales_gradients() -> None:
+    """A copy of the states would be, and in one that ignores a token nearly all of them."""
+    def kept(ignored: int) -> int:
+        x, w = torch.randn(256, 32, requires_grad=True), torch.randn(64, 32)
+        target = torch.zeros(256, dtype=torch.int64)
+        target[:ignored] = -100
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as found:
+            loss = jsd(x, w, x.detach(), w, target)
+            gc.collect()
+        assert loss.requires_grad
+        return sum(e.nbytes() for e in found.profiler.kineto_results.events() if e.name() == "[memory]")
+
+    kept(1)
+    assert kept(1) < kept(0) + 256 * 32
 
 
 def test_gradient_of_token_weights(monkeypatch: pytest.MonkeyPatch) -> None:
