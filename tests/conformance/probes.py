@@ -750,7 +750,7 @@ def _equal_rows(context: Context) -> None:
 @probe("chunks")
 def _chunks(context: Context) -> None:
     """However small the budget, results stay within their own, and fp32 sums lose nothing (1.1 times one chunk's)."""
-    tokens = 96 if is_interpreted(context.backend) else 256
+    tokens = 64 if is_interpreted(context.backend) else 256
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         errors: dict[str, list[float]] = {}
         for mb in (64.0, 0.1, 0.02, 0.004):
@@ -839,7 +839,7 @@ def _poisoned_memory(context: Context) -> None:
 def _memory(context: Context) -> None:
     """No tensor is larger than the budget, weight's gradient in fp32, or input's: N * V is far out of reach."""
     mb = 0.25
-    tokens = 192 if is_interpreted(context.backend) else 512
+    tokens = 128 if is_interpreted(context.backend) else 512
     for dtype in (None, torch.bfloat16):
         fields = {} if dtype is None else {"dtype": dtype}
         for reduction, wanted in ((_reductions(context)[0], True), ("none", True), ("none", False)):

@@ -305,6 +305,14 @@ def test_a_tile_waits_for_the_rows_that_it_covers_and_for_no_later_column(
         assert int(out[0]) <= stop  # or the first of those that wait would wait for one behind it
 
 
+def test_what_a_tile_covers_is_counted_in_64_bits() -> None:
+    out = torch.zeros(1, dtype=torch.int32)
+    run = cute.compile(_covered, Int32(0), *[Int64(1)] * 3, from_dlpack(out))
+    for stop, start, wide, narrow, rows in ((300000, 0, 8192, 8192, 300000), (1000000, 2**34 - 1, 16384, 4096, 0)):
+        run(stop, start, wide, narrow, from_dlpack(out))
+        assert int(out[0]) == max(rows, -(-(stop * wide - start) // narrow))
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(build.VARIABLE, str(tmp_path / "cache"))
