@@ -155,16 +155,7 @@ class Accumulate:
                 with cute.arch.elect_one():
                     for i in range_constexpr(CONSUMERS * _BUFFERS):
                         cute.arch.mbarrier_init(arrived + i, 1)
-        loads = pipeline.PipelineTmaAsync.create(
-            barrier_storage=shared.barriers.data_ptr(),
-            num_stages=STAGES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            # a stage is free once the warps of both thread blocks that read it have read their shared tile
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * 4),
-            tx_count=(CLASSES + FEATURES) * DEPTH * self.dtype.width // 8,
-            cta_layout_vmnk=cute.make_layout((1, CLUSTER, 1, 1)),
-            defer_sync=True,
-        )
+        loads = pingpong.stages(shared.barriers.data_ptr(), (CLASSES + FEATURES) * DEPTH * self.dtype.width // 8)
         pipeline.pipeline_init_arrive(cluster_shape_mn=cute.make_layout((CLUSTER, 1)), is_relaxed=True)
         tiles_a = cute.local_tile(states, (FEATURES, DEPTH), (None, None))
         tiles_b = cute.local_tile(gradient_tma, (CLASSES, DEPTH), (None, None))

@@ -242,17 +242,7 @@ class Forward:
             )
             buffers, places = exponentials.partition(atom_e, shared_e, held)
             address = shared_e.iterator.toint()
-        cta_layout = cute.make_layout((1, CLUSTER, 1, 1))
-        loads = pipeline.PipelineTmaAsync.create(
-            barrier_storage=shared.barriers.data_ptr(),
-            num_stages=STAGES,
-            producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
-            # a stage is free once the warps of both thread blocks that read it have read their shared tile
-            consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * 4),
-            tx_count=(TOKENS + COLUMN) * DEPTH * self.dtype.width // 8,
-            cta_layout_vmnk=cta_layout,
-            defer_sync=True,
-        )
+        loads = pingpong.stages(shared.barriers.data_ptr(), (TOKENS + COLUMN) * DEPTH * self.dtype.width // 8)
         pipeline.pipeline_init_arrive(cluster_shape_mn=cute.make_layout((CLUSTER, 1)), is_relaxed=True)
 
         # (rows, depth, row tiles, depth tiles)

@@ -11,7 +11,7 @@ import cutlass.cute as cute
 from cutlass import Int32, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from headmux.backends.cutedsl.schedule import WORKERS
+from headmux.backends.cutedsl.schedule import CLUSTER, WORKERS
 
 DEPTH = 64
 """Elements of the inner dimension of a stage: 128 bytes, the widest swizzle."""
@@ -23,6 +23,20 @@ THREADS = (1 + CONSUMERS) * WARPGROUP
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 
 _TURN = 1 + CONSUMERS  # the first barriers are for what a warpgroup does alone
+
+
+def stages(barriers: cute.Pointer, count: int) -> pipeline.PipelineTmaAsync:
+    """The stages of both thread blocks of a cluster, which share an operand: of so many bytes in each."""
+    return pipeline.PipelineTmaAsync.create(
+        barrier_storage=barriers,
+        num_stages=STAGES,
+        producer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread),
+        # a stage is free once the warps of both thread blocks that read it have read their shared tile
+        consumer_group=pipeline.CooperativeGroup(pipeline.Agent.Thread, CLUSTER * WARPGROUP // 32),
+        tx_count=count,
+        cta_layout_vmnk=cute.make_layout((1, CLUSTER, 1, 1)),
+        defer_sync=True,
+    )
 
 
 @cute.jit
