@@ -19,7 +19,7 @@ def gemms(problem: Problem) -> int:
 def floor(problem: Problem) -> Callable[[], None]:
     """A step that makes just these products. It honours PyTorch's setting for fp32 products, as the op does."""
     x, w = problem.input.detach(), problem.weight.detach()
-    # rows of an odd V are not aligned, and products with them take five times as long: then the token index is last
+    # rows of an odd V are not aligned, and products with them are several times slower: then the token index is last
     across = problem.shape.v % 8 != 0
     logits = x.new_empty((problem.shape.v, problem.shape.n) if across else (problem.shape.n, problem.shape.v))
     by_token = logits.t() if across else logits

@@ -228,9 +228,9 @@ def labels_in_range(flat: Tensor, ignore_index: int | None, classes: int) -> Non
         )
 
 
-def valid_tokens_within(valid: Tensor | None, most: int | None) -> None:
+def valid_tokens_within(valid: Tensor | None, most: int) -> None:
     """ValueError if more tokens count than ``max_valid_tokens`` says; looks as labels_in_range."""
-    if valid is None or most is None or valid.numel() <= most or not _may_look(valid):
+    if valid is None or valid.numel() <= most or not _may_look(valid):
         return
     count = int(valid.sum())
     if count > most:
@@ -240,9 +240,9 @@ def valid_tokens_within(valid: Tensor | None, most: int | None) -> None:
         )
 
 
-def temperatures_in_range(flat: Tensor | None, valid: Tensor | None) -> None:
+def temperatures_in_range(flat: Tensor, valid: Tensor | None) -> None:
     """ValueError if a temperature of a token that counts is not a finite number above 0; looks as labels_in_range."""
-    if flat is None or flat.numel() == 0 or not _may_look(flat):
+    if flat.numel() == 0 or not _may_look(flat):
         return
     bad = ~(torch.isfinite(flat) & (flat > 0))
     if valid is not None:

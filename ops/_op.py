@@ -93,7 +93,8 @@ class Op:
 
     def check_values(self, args: Any) -> None:
         """Raise ValueError for bad values in tensors, where they can be looked at without stopping the host."""
-        _checks.valid_tokens_within(self.valid(args), args.max_valid_tokens)
+        if args.max_valid_tokens is not None:
+            _checks.valid_tokens_within(self.valid(args), args.max_valid_tokens)
 
     def rows(self, args: Any) -> tuple[Tensor | None, ...]:
         """The outputs per token in plain PyTorch, in fp32 (fp64 for fp64 inputs), from the full logits."""

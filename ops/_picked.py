@@ -76,13 +76,15 @@ class Picked:
 
 def pick(op: Op, args: Any) -> Picked | None:
     """The tokens that enter, or None if all do."""
+    device = getattr(args, op.tensor_fields[0]).device
+    looks = device.type == "cpu" and _looking.get()
+    if args.max_valid_tokens is None and not looks:  # nor is a launch spent on the question
+        return None
     valid = op.valid(args)
     if valid is None:
         return None
     total = valid.shape[0]
-    count = total if args.max_valid_tokens is None else args.max_valid_tokens
-    if valid.device.type == "cpu" and _looking.get():
-        count = max(1, int(valid.sum()))
+    count = max(1, int(valid.sum())) if looks else args.max_valid_tokens
     if count >= total:
         return None
     order = torch.argsort((~valid).view(torch.uint8), stable=True)

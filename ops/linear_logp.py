@@ -237,7 +237,8 @@ class LinearLogp(Op):
     def check_values(self, args: LinearLogpArgs) -> None:
         super().check_values(args)
         _checks.labels_in_range(args.target, args.ignore_index, args.weight.shape[0])
-        _checks.temperatures_in_range(args.token_temperature, self.valid(args))
+        if args.token_temperature is not None:
+            _checks.temperatures_in_range(args.token_temperature, self.valid(args))
 
     def rows(self, args: LinearLogpArgs) -> tuple[Tensor | None, ...]:
         valid = self.valid(args)

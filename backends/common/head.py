@@ -85,6 +85,11 @@ class Head:
         """d logit / d product, but for the softcap's factor."""
         return self.scale / self.divisor(tokens)
 
+    def chained(self, factors: Tensor, tokens: slice) -> Tensor:
+        """[n] factors times ``chain``, without a launch where that is 1."""
+        chain = self.chain(tokens)
+        return factors * chain if isinstance(chain, Tensor) or chain != 1.0 else factors
+
     def softcap_factor(self, z: Tensor, tokens: slice) -> Tensor:
         """The softcap's part of d logit / d product, from transformed logits."""
         assert self.softcap is not None

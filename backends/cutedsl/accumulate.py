@@ -190,10 +190,7 @@ class Accumulate:
         if warp >= 4:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
-            part = mma.get_slice(0)
-            operand_a = mma.make_fragment_A(part.partition_A(shared_a))
-            operand_b = mma.make_fragment_B(part.partition_B(shared_b))
-            accumulator = cute.make_rmem_tensor(mma.partition_shape_C((FEATURES, CLASSES)), Float32)
+            operand_a, operand_b, accumulator = pingpong.fragments(mma, shared_a, shared_b)
             buffers, places = _pieces(atom_out, shared_c, out_tma)
             into, from_total = _pieces(atom_c, shared_c, total_tma)
             first = consumer * _BUFFERS

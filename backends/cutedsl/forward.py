@@ -289,10 +289,7 @@ class Forward:
         if warp >= 4:
             cute.arch.setmaxregister_increase(CONSUMER_REGISTERS)
             consumer = cute.arch.make_warp_uniform(thread // WARPGROUP - 1)
-            part = mma.get_slice(0)
-            operand_a = mma.make_fragment_A(part.partition_A(shared_a))
-            operand_b = mma.make_fragment_B(part.partition_B(shared_b))
-            accumulator = cute.make_rmem_tensor(mma.partition_shape_C((TOKENS, COLUMN)), Float32)
+            operand_a, operand_b, accumulator = pingpong.fragments(mma, shared_a, shared_b)
             for number in cutlass.range(cluster + consumer * clusters, tiles, CONSUMERS * clusters, unroll=1):
                 block, column = scalars.tile_at(number, rank, blocks, columns, group)
                 mma = pingpong.multiply(

@@ -8,10 +8,10 @@ barrier of a stage, which knows no more than whether it has been filled an even 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, pipeline, range_constexpr
+from cutlass import Float32, Int32, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from headmux.backends.cutedsl.schedule import CLUSTER, WORKERS
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, WORKERS
 
 DEPTH = 64
 """Elements of the inner dimension of a stage: 128 bytes, the widest swizzle."""
@@ -36,6 +36,19 @@ def stages(barriers: cute.Pointer, count: int) -> pipeline.PipelineTmaAsync:
         tx_count=count,
         cta_layout_vmnk=cute.make_layout((1, CLUSTER, 1, 1)),
         defer_sync=True,
+    )
+
+
+def fragments(
+    mma: cute.TiledMma, shared_a: cute.Tensor, shared_b: cute.Tensor
+) -> tuple[cute.Tensor, cute.Tensor, cute.Tensor]:
+    """The operands of all stages as ``multiply`` takes them, and a warpgroup's accumulator of a tile."""
+    part = mma.get_slice(0)
+    shape = mma.partition_shape_C((TOKENS, COLUMN))
+    return (
+        mma.make_fragment_A(part.partition_A(shared_a)),
+        mma.make_fragment_B(part.partition_B(shared_b)),
+        cute.make_rmem_tensor(shape, Float32),
     )
 
 

@@ -60,7 +60,4 @@ class CuteSoftmax(Softmax):
         self, held: Tensor, state: Tensor, statistics: Statistics, tokens: slice, by: Coefficients
     ) -> Tensor | None:
         """Nothing is left to do but to scale them."""
-        factors, chain = state * by.softmax, self.head.chain(tokens)
-        if isinstance(chain, Tensor) or chain != 1.0:
-            factors = factors * chain
-        return factors.to(torch.float32)
+        return self.head.chained(state * by.softmax, tokens).to(torch.float32)

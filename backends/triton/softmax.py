@@ -75,8 +75,7 @@ class TritonSoftmax(Softmax):
         """Nothing is left to do for exponentials but to scale them; else one read and one write of the logits."""
         labels = self.labels[tokens]
         if isinstance(state, Tensor):
-            factors, chain = state * by.softmax, self.head.chain(tokens)
-            return factors * chain if isinstance(chain, Tensor) or chain != 1.0 else factors
+            return self.head.chained(state * by.softmax, tokens)
         weights = self.wanted.smoothed if isinstance(self.wanted.smoothed, Tensor) else None
         to_gradient(held, state.transform, labels, state.dots, state.rest, statistics.lse, by, weights)
         return None

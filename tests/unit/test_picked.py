@@ -253,6 +253,20 @@ def test_a_changing_bound_is_compiled_twice_at_most() -> None:
     assert counter.frame_count <= 2
 
 
+@pytest.mark.parametrize("op", [flce, jsd, linear_logp])
+def test_without_a_bound_no_device_is_asked_which_tokens_count(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = (D["x"].nan_to_num(0.0, 0.0, 0.0), D["w"])
+    given = (*states, *states, D["t"]) if op is jsd else (*states, D["t"].clamp(min=0))
+
+    def asked(args: Any) -> Tensor:
+        raise AssertionError("a launch on the way of every call")
+
+    with without_looking(), torch.no_grad():
+        wanted = op(*given)
+        monkeypatch.setattr(type(op), "valid", lambda self, args: asked(args))
+        assert_close(op(*given), wanted)
+
+
 @pytest.mark.parametrize("strict", [True, False])
 def test_a_bound_is_exported_as_an_input(strict: bool) -> None:
     class Loss(torch.nn.Module):
