@@ -80,6 +80,16 @@ def blocks(total: Tensor, inside: Tensor, most: int | None = None) -> Iterator[s
         low = high
 
 
+def apart(total: Tensor, inside: Tensor, rows: int) -> bool:
+    """Whether no block of so many rows of the first tensor of ``workspace`` covers any of the same rows, or of later
+    ones, of the second.
+    """
+    vocabulary = total.shape[0]  # the last block comes nearest
+    wide, narrow = total.stride(0) * total.itemsize, inside.stride(0) * inside.itemsize
+    start = inside.storage_offset() * inside.itemsize
+    return start + max(vocabulary - rows, 0) * narrow >= vocabulary * wide
+
+
 def padded(columns: int) -> int:
     """Row stride of a temporary of so many columns: GEMMs are several times slower where rows are not aligned."""
     return -(-columns // _ALIGNED) * _ALIGNED

@@ -6,9 +6,10 @@ second tile of their thread block each: while one converts a tile, adds what gra
 one multiplies. Sums leave by way of shared memory, transposed.
 
 Where the logits' gradient lies inside the storage of grad_weight (headmux.backends.common.storage), a tile is stored
-over classes of it that come before. Tiles go over the vocabulary in order, ``read`` counts for each column of classes
-the thread blocks that have read it, and a tile is not stored before all that it covers has been read. It never covers
-more than its own column, and its own thread block has read that, so the first of those that wait always goes on.
+over classes of it that come before. Tiles are given out over the vocabulary in order, ``read`` counts for each column
+of classes the thread blocks that have read it, and a tile is not stored before all that it covers has been read. It
+covers columns before its own only, whose tiles have all been given out: they will be read, for before a warpgroup reads
+one it waits for none but earlier columns.
 """
 
 import itertools
@@ -20,17 +21,16 @@ from cuda.bindings.driver import CUstream
 from cutlass import Float32, Int32, Int64, const_expr, pipeline, range_constexpr
 from cutlass.cute.nvgpu import cpasync, warpgroup
 
-from headmux.backends.cutedsl import pingpong, scalars
+from headmux.backends.cutedsl import claims, pingpong, scalars
 from headmux.backends.cutedsl.pingpong import (
     CONSUMER_REGISTERS,
     CONSUMERS,
     DEPTH,
     PRODUCER_REGISTERS,
-    STAGES,
     THREADS,
     WARPGROUP,
 )
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, STAGES, TOKENS
 
 CLASSES, FEATURES = COLUMN, TOKENS  # of a tile
 
@@ -50,7 +50,7 @@ class Accumulate:
     Args:
         dtype: cutlass.BFloat16 or cutlass.Float16, of everything.
         add: Add to what ``total`` holds.
-        inside: ``gradient`` lies inside the storage of ``total``.
+        inside: ``gradient`` lies inside the storage of ``total``, a column of classes apart from where that ends.
     """
 
     def __init__(self, dtype: type, *, add: bool, inside: bool):
@@ -59,9 +59,10 @@ class Accumulate:
     @cute.jit
     def __call__(
         self,
-        states: cute.Tensor,  # [n, H], H a multiple of two tiles' features
+        states: cute.Tensor,  # [n, H]
         gradient: cute.Tensor,  # [V, n]
         total: cute.Tensor,  # [V, H]
+        ring: cute.Tensor,  # [clusters + 1, RING] int32, zeros
         read: cute.Tensor | None,  # [columns of classes] int32, zeros
         clusters: Int32,
         stream: CUstream,
@@ -93,13 +94,12 @@ class Accumulate:
         )
         self.accumulate(
             mma, atom_a, states_tma, atom_b, gradient_tma, atom_c, total_tma, atom_out, out_tma, layout_a, layout_b,
-            layout_c, gradient, total, read,
+            layout_c, gradient, total, ring, read,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[THREADS, 1, 1],
             cluster=[CLUSTER, 1, 1],
             min_blocks_per_mp=1,
-            cooperative=self.inside,  # all thread blocks run at one time, or none does
             stream=stream,
         )
 
@@ -120,6 +120,7 @@ class Accumulate:
         layout_c: cute.ComposedLayout,
         gradient: cute.Tensor,
         total: cute.Tensor,
+        ring: cute.Tensor,
         read: cute.Tensor | None,
     ):
         """Tiles by persistent clusters."""
@@ -128,8 +129,7 @@ class Accumulate:
         lane = cute.arch.lane_idx()
         rank = cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster())
         cluster = cute.arch.block_idx()[0] // CLUSTER
-        clusters = cute.arch.grid_dim()[0] // CLUSTER
-        across = total.shape[1] // (CLUSTER * FEATURES)
+        across = cute.ceil_div(total.shape[1], CLUSTER * FEATURES)
         columns = cute.ceil_div(total.shape[0], CLASSES)
         tiles = across * columns
 
@@ -174,8 +174,11 @@ class Accumulate:
             )
             everyone = cutlass.Int16((1 << CLUSTER) - 1)
             filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
-            for number in cutlass.range(cluster, tiles, clusters, unroll=1):
-                column, feature = number // across, number % across * CLUSTER + rank
+            number, tile = Int32(0), self.take(ring, cluster, rank, Int32(0), Int32(-1))
+            while tile < tiles:
+                number += 1
+                following = self.take(ring, cluster, rank, number, tile)
+                column, feature = tile // across, tile % across * CLUSTER + rank
                 for k in cutlass.range(depth, unroll=1):
                     loads.producer_acquire(filled)
                     barrier = loads.producer_get_barrier(filled)
@@ -185,6 +188,7 @@ class Accumulate:
                         mcast_mask=everyone,
                     )
                     filled.advance()
+                tile = following
             loads.producer_tail(filled)
 
         if warp >= 4:
@@ -196,16 +200,20 @@ class Accumulate:
             first = consumer * _BUFFERS
             address = shared_c.iterator.toint() + first * _PIECE_BYTES + scalars.stored_at(lane, warp % 4)
             known = Int32(0)  # columns that everybody has read
-            for number in cutlass.range(cluster + consumer * clusters, tiles, CONSUMERS * clusters, unroll=1):
-                column = number // across
-                feature = (number % across * CLUSTER + rank) * (FEATURES // _PIECE)
+            number, tile = Int32(0), claims.told(ring, cluster, Int32(0), Int32(-1))
+            if consumer == 1 and tile < tiles:
+                number, tile = Int32(1), claims.told(ring, cluster, Int32(1), tile)
+            while tile < tiles:
+                following = claims.told(ring, cluster, number + 1, tile)
+                column = tile // across
+                feature = (tile % across * CLUSTER + rank) * (FEATURES // _PIECE)
                 if const_expr(self.add):  # noqa: SIM102, this is decided while tracing
                     if warp % 4 == 0:
                         cute.arch.cp_async_bulk_wait_group(0, read=True)
                         for i in range_constexpr(_BUFFERS):
                             self.fetch(i, atom_c, into, from_total, first, column, feature, arrived)
                 mma = pingpong.multiply(
-                    mma, accumulator, operand_a, operand_b, loads, depth, number, cluster, clusters, tiles, consumer
+                    mma, accumulator, operand_a, operand_b, loads, depth, number, following < tiles, consumer
                 )
                 if const_expr(self.inside):  # noqa: SIM102, this is decided while tracing
                     if warp % 4 == 0:
@@ -228,7 +236,20 @@ class Accumulate:
                             self.fetch(
                                 i - 1 + _BUFFERS, atom_c, into, from_total, first, column, feature, arrived
                             )
+                if following < tiles:
+                    following = claims.told(ring, cluster, number + CONSUMERS, following)
+                number, tile = number + CONSUMERS, following
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory stays until it has been read
+
+    @cute.jit
+    def take(self, ring: cute.Tensor, cluster: Int32, rank: Int32, number: Int32, before: Int32) -> Int32:
+        """The cluster's next tile, by the warp that brings in operands: the first thread block's claims it."""
+        tile = Int32(0)
+        if rank == 0:  # noqa: SIM108, a device's branch
+            tile = claims.claim(ring, cluster, number)
+        else:
+            tile = claims.told(ring, cluster, number, before)
+        return tile
 
     @cute.jit
     def fetch(

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from headmux.backends.cutedsl.schedule import COLUMN
+from headmux.backends.cutedsl.schedule import COLUMN, RING
 
 ARCHITECTURE = "sm_90a"
 VARIABLE = "HEADMUX_CACHE_DIR"
@@ -156,12 +156,13 @@ def _accumulate(config: Adding, options: str) -> Any:
         stride = (cute.sym_int64(divisibility=8), 1)
         return cute.runtime.make_fake_tensor(dtype, (rows, columns), stride, assumed_align=16)
 
+    ring = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(), RING), stride_order=(1, 0), assumed_align=4)
     read = None
     if config.inside:
         read = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
     return cute.compile(
         Accumulate(dtype, add=config.add, inside=config.inside), matrix(tokens, hidden), matrix(classes, tokens),
-        matrix(classes, hidden), read, Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
+        matrix(classes, hidden), ring, read, Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )  # fmt: skip
 

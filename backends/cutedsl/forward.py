@@ -25,11 +25,10 @@ from headmux.backends.cutedsl.pingpong import (
     CONSUMERS,
     DEPTH,
     PRODUCER_REGISTERS,
-    STAGES,
     THREADS,
     WARPGROUP,
 )
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, STAGES, TOKENS
 
 _WARP = 32
 _HALVES = TOKENS // exponentials.TOKENS  # of a tile's tokens, each a row or two of every thread
@@ -293,7 +292,8 @@ class Forward:
             for number in cutlass.range(cluster + consumer * clusters, tiles, CONSUMERS * clusters, unroll=1):
                 block, column = scalars.tile_at(number, rank, blocks, columns, group)
                 mma = pingpong.multiply(
-                    mma, accumulator, operand_a, operand_b, loads, depth, number, cluster, clusters, tiles, consumer
+                    mma, accumulator, operand_a, operand_b, loads, depth, number // clusters, number + clusters < tiles,
+                    consumer,
                 )
                 if column < columns:
                     slot, step, again = scalars.slots_of(

@@ -11,13 +11,13 @@ from torch import Tensor
 from headmux.backends.common import gemm
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.residual import scaled as plain
+from headmux.backends.common.storage import apart
 from headmux.backends.cutedsl.build import SCALED, Adding, Scaling, Sorting, kernel
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, RING, TOKENS
 from headmux.backends.cutedsl.statistics import aligned, multiprocessors
 from headmux.contract import Upstream
 
 _BLOCKS = 132 * 16
-_FEATURES = CLUSTER * TOKENS  # of both thread blocks' tiles
 
 
 def admit(
@@ -67,16 +67,13 @@ def accumulate(
 ) -> None:  # fmt: skip
     """As ``headmux.backends.common.gemm.accumulate``: by one launch where all is of one 16-bit dtype."""
     (left, right), *more = pairs
-    if more or not _fits(total, left, right, dtype):
+    fits = {t.dtype for t in (total, left, right)} == {dtype} and dtype in (torch.bfloat16, torch.float16)
+    if more or not fits or aligned(left) is not left or (inside and not apart(total, left, COLUMN)):
         gemm.accumulate(total, pairs, dtype, first=first, inside=inside, **others)
         return
-    columns = -(-total.shape[0] // COLUMN)
-    read = torch.zeros(columns, dtype=torch.int32, device=total.device) if inside else None
-    clusters = min(multiprocessors(total.device.index) // CLUSTER, columns * (total.shape[1] // _FEATURES))
+    columns, across = -(-total.shape[0] // COLUMN), -(-total.shape[1] // (CLUSTER * TOKENS))
+    clusters = min(multiprocessors(total.device.index) // CLUSTER, columns * across)
+    zeros = torch.zeros(columns * inside + (clusters + 1) * RING, dtype=torch.int32, device=total.device)
+    read, ring = zeros[: columns * inside], zeros[columns * inside :].view(-1, RING)
     with torch.cuda.device(total.device):
-        kernel(Adding(dtype, not first, inside))(aligned(right), left, total, read, clusters)
-
-
-def _fits(total: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype) -> bool:
-    narrow = dtype in (torch.bfloat16, torch.float16) and {t.dtype for t in (total, left, right)} == {dtype}
-    return narrow and total.shape[1] % _FEATURES == 0 and aligned(left) is left
+        kernel(Adding(dtype, not first, inside))(aligned(right), left, total, ring, read if inside else None, clusters)

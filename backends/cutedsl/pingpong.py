@@ -8,15 +8,14 @@ barrier of a stage, which knows no more than whether it has been filled an even 
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, pipeline, range_constexpr
+from cutlass import Boolean, Float32, Int32, pipeline, range_constexpr
 from cutlass.cute.nvgpu import warpgroup
 
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, WORKERS
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, STAGES, TOKENS, WORKERS
 
 DEPTH = 64
 """Elements of the inner dimension of a stage: 128 bytes, the widest swizzle."""
 
-STAGES = 4
 CONSUMERS = WORKERS
 WARPGROUP = 128
 THREADS = (1 + CONSUMERS) * WARPGROUP
@@ -61,15 +60,13 @@ def multiply(
     loads: pipeline.PipelineTmaAsync,
     depth: Int32,
     number: Int32,
-    cluster: Int32,
-    clusters: Int32,
-    tiles: Int32,
+    more: Boolean,
     consumer: Int32,
 ):
-    """The product of tile ``number``, by a warpgroup. Its cluster has ``cluster`` and each ``clusters`` further on."""
-    before = number // clusters * depth  # stages of all tiles of the thread block
+    """The product of the thread block's tile of that number, counted from 0, by a warpgroup. ``more`` tiles follow."""
+    before = number * depth  # stages of all tiles of the thread block
     ready, done = _state(before), _state(before)
-    if number != cluster:
+    if number > 0:
         cute.arch.barrier(barrier_id=_TURN + consumer, number_of_threads=CONSUMERS * WARPGROUP)
     loads.consumer_wait(ready)
     warpgroup.fence()
@@ -89,7 +86,7 @@ def multiply(
         warpgroup.wait_group(1)
         loads.consumer_release(done)
         done.advance()
-    if number + clusters < tiles:
+    if more:
         cute.arch.barrier_arrive(barrier_id=_TURN + 1 - consumer, number_of_threads=CONSUMERS * WARPGROUP)
     warpgroup.wait_group(0)
     loads.consumer_release(done)

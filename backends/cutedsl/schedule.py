@@ -31,6 +31,13 @@ TOKENS = 128
 COLUMN = 192
 """Vocabulary rows of a thread block's tile."""
 
+STAGES = 4
+"""Stages of operands in shared memory."""
+
+RING = 2 * STAGES
+"""Entries of a ring of headmux.backends.cutedsl.claims. A claim is at most STAGES + 2 ahead of the last that every warp
+has read: a tile's operands take a stage or more, which all warps must have passed on before."""
+
 _GROUP_BYTES = 8 * 2**20  # hidden states of a group; from 4 to 22 MiB an H200's times differ by 2 %
 
 

@@ -475,6 +475,7 @@ def _cases() -> Iterable[Case]:
         for short in ("bf16", "fp16"):
             yield Case(f"{op}/whole-tiles-{short}", op, N=200, H=256, V=1000, dtype=_DTYPES[short])
         yield Case(f"{op}/whole-tiles-more-tokens", op, N=300, H=256, V=600, dtype=torch.bfloat16)
+        yield Case(f"{op}/part-tiles-more-tokens", op, N=350, H=328, V=600, dtype=torch.bfloat16)
         for short in ("int32", "int16", "uint8"):
             yield Case(
                 f"{op}/target-{short}", op, target_dtype=getattr(torch, short), options={**per_token, "ignore_index": 3}

@@ -21,7 +21,7 @@ from headmux.backends.common.head import MASKED
 from headmux.backends.common.labels import Labels
 from headmux.backends.cutedsl import divergence, flce, launch, linear_logp, softmax, statistics
 from headmux.backends.cutedsl.build import Adding, Comparison, Scaling, Sorting
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, TOKENS, WORKERS, Schedule
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, RING, TOKENS, WORKERS, Schedule
 from headmux.contract import Upstream
 
 HOPPER = (torch.device("cuda", 0), (9, 0))
@@ -266,8 +266,30 @@ def _exponentials(
     return tuple(torch.where(counts == 0, 0.0, rows) for rows in (lse, logit, factors))  # type: ignore[return-value]
 
 
-def _small(config: Scaling | Sorting) -> Callable[..., None]:
-    """What scales rows, and what sorts labels."""
+def _add(config: Adding) -> Callable[..., None]:
+    """What adds a product up."""
+
+    def run(
+        states: Tensor, gradient: Tensor, total: Tensor, ring: Tensor, read: Tensor | None, clusters: int
+    ) -> None:
+        assert clusters == min(66, -(-total.shape[0] // COLUMN) * -(-total.shape[1] // (CLUSTER * TOKENS)))
+        assert ring.shape == (clusters + 1, RING)
+        assert ring.is_contiguous()
+        assert not ring.any()
+        assert (read is None) == (not config.inside)
+        if read is not None:
+            assert (read.numel() - 1) * COLUMN < total.shape[0] <= read.numel() * COLUMN
+            assert not read.any()
+        found = gradient.float() @ states.float()
+        total.copy_(found + total.float() if config.add else found)
+
+    return run
+
+
+def _small(config: Scaling | Sorting | Adding) -> Callable[..., None]:
+    """What scales rows, what sorts labels, and what adds products up."""
+    if isinstance(config, Adding):
+        return _add(config)
 
     def scale(rows: Tensor, factors: Tensor, out: Tensor, blocks: int) -> None:
         assert rows.dim() == out.dim() == 2
@@ -305,50 +327,41 @@ def test_labels_are_sorted_in_one_launch(ignore_index: int | None, monkeypatch: 
     assert (labels.valid is None) == (ignore_index is None)
 
 
-def _workspace(classes: int, hidden: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    total, held = storage.workspace(torch.empty(1), (classes, hidden), dtype, tokens, dtype, 64)
+def _workspace(
+    classes: int, hidden: int, tokens: int, dtype: torch.dtype, rows: int
+) -> tuple[Tensor, Tensor]:
+    total, held = storage.workspace(torch.empty(1), (classes, hidden), dtype, tokens, dtype, rows)
     return total.zero_(), held.normal_()
 
 
 @pytest.mark.parametrize(
-    ("hidden", "dtype", "first", "inside", "pairs", "one"),
+    ("hidden", "dtype", "first", "inside", "pairs", "rows", "one"),
     [
-        (256, torch.bfloat16, True, True, 1, True),
-        (512, torch.float16, True, False, 1, True),
-        (256, torch.bfloat16, False, False, 1, True),
-        (256, torch.float32, True, True, 1, False),
-        (128, torch.bfloat16, True, True, 1, False),  # no whole tiles
-        (256, torch.bfloat16, True, True, 2, False),
+        (256, torch.bfloat16, True, True, 1, 256, True),
+        (512, torch.float16, True, False, 1, 64, True),
+        (256, torch.bfloat16, False, False, 1, 64, True),
+        (264, torch.float16, False, False, 1, 64, True),  # no whole tiles
+        (256, torch.float32, True, True, 1, 256, False),
+        (48, torch.bfloat16, True, True, 1, 192, True),
+        (48, torch.bfloat16, True, True, 1, 64, False),  # a tile would cover its own classes
+        (256, torch.bfloat16, True, True, 2, 256, False),
     ],
 )
 def test_sums_of_products_are_one_launch_where_they_can_be(
-    hidden: int, dtype: torch.dtype, first: bool, inside: bool, pairs: int, one: bool, monkeypatch: pytest.MonkeyPatch
+    hidden: int, dtype: torch.dtype, first: bool, inside: bool, pairs: int, rows: int, one: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     launched: list[Any] = []
-
-    def kernel(config: Any) -> Callable[..., None]:
-        def run(states: Tensor, gradient: Tensor, total: Tensor, read: Tensor | None, clusters: int) -> None:
-            launched.append(config)
-            assert 1 <= clusters <= 66
-            assert (read is None) == (not config.inside)
-            if read is not None:
-                assert (read.numel() - 1) * COLUMN < total.shape[0] <= read.numel() * COLUMN
-                assert not read.any()
-            found = gradient.float() @ states.float()
-            total.copy_(found + total.float() if config.add else found)
-
-        return run
-
-    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(launch, "kernel", lambda config: launched.append(config) or _add(config))
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    total, held = _workspace(400, hidden, 40, dtype)
+    total, held = _workspace(400, hidden, 40, dtype, rows)
     chunks = [held if inside else held.clone(), torch.randn(400, 24).to(dtype)][:pairs]
     given = [(left, torch.randn(left.shape[1], hidden).to(dtype)) for left in chunks]
     if not first:
         total.normal_()
     right = sum((left.double() @ states.double() for left, states in given), 0.0 if first else total.double())
-    launch.accumulate(total, given, dtype, first=first, rows=64, inside=inside, once=True)
+    launch.accumulate(total, given, dtype, first=first, rows=rows, inside=inside, once=True)
     assert launched == ([Adding(dtype, not first, inside)] if one else [])
     torch.testing.assert_close(total.double(), right, rtol=1e-2, atol=0.1)
 
@@ -371,6 +384,7 @@ def test_gradients(
     monkeypatch.setattr(softmax, "statistics", plain)
     monkeypatch.setattr(softmax, "exponentials", _exponentials)
     monkeypatch.setattr(launch, "kernel", _small)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     made = torch.Generator().manual_seed(0)
     weight = torch.randn(50, 16, generator=made).bfloat16()
@@ -494,6 +508,7 @@ def test_divergences(
     monkeypatch.setattr(divergence, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(launch, "kernel", _small)
+    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     made = torch.Generator().manual_seed(0)
     options, called = dict(options), get_op("jsd")
     student, teacher = ((torch.randn(50, h, generator=made) / h**0.5).to(dtype) for h in (16, 24))

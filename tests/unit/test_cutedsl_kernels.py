@@ -20,7 +20,7 @@ from cutlass.cute.runtime import from_dlpack
 
 from headmux.backends.common.head import MASKED
 from headmux.backends.common.labels import Labels
-from headmux.backends.common.storage import workspace
+from headmux.backends.common.storage import apart, workspace
 from headmux.backends.cutedsl import build, diverge, divergence, exponentials, labels, scalars
 from headmux.backends.cutedsl.build import Adding, Comparison, Config, Kind, Scaling, Sorting
 from headmux.backends.cutedsl.forward import tiled_mma
@@ -286,11 +286,12 @@ def _covered(stop: Int32, start: Int64, wide: Int64, narrow: Int64, out: cute.Te
     out[0] = scalars.covered(stop, start, wide, narrow)
 
 
-@pytest.mark.parametrize(("classes", "hidden", "tokens", "rows"), [
-    (1000, 256, 256, 64), (1000, 256, 16, 64), (999, 512, 500, 1), (5000, 256, 250, 300), (192, 256, 256, 1),
+@pytest.mark.parametrize(("classes", "hidden", "tokens", "rows", "fits"), [
+    (1000, 256, 256, 192, True), (1000, 256, 256, 64, False), (1000, 256, 16, 192, True), (999, 512, 500, 1, False),
+    (5000, 256, 250, 300, True), (192, 256, 256, 192, True), (192, 256, 256, 1, False), (100, 8, 8, 100, True),
 ])  # fmt: skip
-def test_a_tile_waits_for_the_rows_that_it_covers_and_for_no_later_column(
-    classes: int, hidden: int, tokens: int, rows: int
+def test_a_tile_waits_for_the_rows_that_it_covers_and_for_earlier_columns_only(
+    classes: int, hidden: int, tokens: int, rows: int, fits: bool
 ) -> None:
     like = torch.empty(1, dtype=torch.bfloat16)
     total, held = workspace(like, (classes, hidden), torch.bfloat16, tokens, torch.bfloat16, rows)
@@ -298,11 +299,14 @@ def test_a_tile_waits_for_the_rows_that_it_covers_and_for_no_later_column(
     wide, narrow = total.stride(0) * 2, held.stride(0) * 2
     out = torch.zeros(1, dtype=torch.int32)
     run = cute.compile(_covered, Int32(0), *[Int64(1)] * 3, from_dlpack(out))
-    for stop in [*range(COLUMN, classes, COLUMN), classes]:
+    earlier = []
+    for low in range(0, classes, COLUMN):
+        stop = min(low + COLUMN, classes)
         run(stop, start, wide, narrow, from_dlpack(out))
         begins = start + torch.arange(classes) * narrow
         assert int(out[0]) == int((begins < stop * wide).sum())
-        assert int(out[0]) <= stop  # or the first of those that wait would wait for one behind it
+        earlier.append(int(out[0]) <= low)  # or a tile could wait for one that nobody has been given yet
+    assert apart(total, held, COLUMN) == all(earlier) == fits
 
 
 def test_what_a_tile_covers_is_counted_in_64_bits() -> None:
