@@ -8,7 +8,7 @@ small products cost more than the pass that they save.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -23,6 +23,10 @@ from headmux.backends.common.storage import capacity, padded, rows_of, workspace
 Fill = Callable[[slice, Tensor], "Tensor | None"]
 """``fill(tokens, held)`` leaves the logits' gradient of these tokens in ``held`` [V, n], but for a factor [n] that it
 returns, if not None."""
+
+
+Place = tuple[slice, Tensor]
+"""Tokens, and room for their logits or the gradient of those, [V, n]."""
 
 
 class Chunks:
@@ -64,8 +68,8 @@ class Chunks:
         shape, rows = (self.plan.vocabulary, self._hidden), self.plan.rows(self.inside)
         return workspace(self._head.weight, shape, self._total_dtype, self.inside, self._held_dtype, rows)
 
-    def outside(self, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-        """Chunks of the tokens from ``first`` on, each with its place in one buffer."""
+    def outside(self, first: int = 0) -> Iterator[Place]:
+        """Chunks of the tokens from ``first`` on, each with its place in one buffer, which is made when asked for."""
         count = self._tokens - first
         if not count:
             return
@@ -76,7 +80,11 @@ class Chunks:
             yield slice(first + piece.start, first + piece.stop), rows_of(buffer, self.plan.vocabulary, size)
 
     def gradients(
-        self, fill: Fill, needs: tuple[bool, ...], inside: tuple[Tensor, Tensor] | None = None
+        self,
+        fill: Fill,
+        needs: tuple[bool, ...],
+        inside: tuple[Tensor, Tensor] | None = None,
+        outside: Iterable[Place] | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight and bias, chunk by chunk.
 
@@ -84,6 +92,7 @@ class Chunks:
             fill: Leaves a chunk's logit gradient in its place.
             needs: Which of them are needed.
             inside: A ``workspace`` that a forward made, or None.
+            outside: The places of the other tokens, in any order, that a forward made, or None.
         """
         total, held = inside or (self.workspace() if self.inside else (None, None))
         if total is None and needs[1]:
@@ -92,7 +101,7 @@ class Chunks:
         sums = Gradients(self._head, needs, self._dtypes, total, self.plan, self._steps)
         places = [] if held is None else [(slice(0, self.inside), held)]
         ready = []
-        for tokens, place in chain(places, self.outside(self.inside)):  # the buffer is made when it is needed
+        for tokens, place in chain(places, self.outside(self.inside) if outside is None else outside):
             ready.append(Chunk(tokens, place, fill(tokens, place)))
             if self._once and place is held and tokens.stop < self._tokens:
                 continue

@@ -40,11 +40,8 @@ def _forward(prepare: Prepare, args: FLCEArgs) -> tuple[tuple[Tensor | None, ...
         statistics, residual = softmax.gradients(
             lambda s, t: _coefficients(args, labels[t], s, scale[t]), args.needs
         )
-    elif (statistics := softmax.keep()) is not None:
-        residual = softmax
     else:
-        statistics = softmax.statistics()
-    assert statistics is not None
+        statistics, residual = softmax.keep(), softmax
     return _outputs(args, labels, statistics), residual
 
 

@@ -30,10 +30,7 @@ def kernel(make: MakeSoftmax, *requires: Requirement, admit: Admit = admit) -> K
 def _forward(prepare: Prepare, args: LinearLogpArgs) -> tuple[tuple[Tensor | None, ...], Any]:
     softmax = prepare(args, entropy=args.return_entropy)
     labels = softmax.labels
-    s = softmax.keep() if any(args.needs) else None
-    residual = None if s is None else softmax
-    s = s or softmax.statistics()
-    assert s is not None
+    s, residual = (softmax.keep(), softmax) if any(args.needs) else (softmax.statistics(), None)
     logp = labels.poisoned(s.target_logit - s.lse)
     entropy = None if s.entropy is None else labels.masked(s.entropy)
     return (logp, entropy, labels.masked(s.lse) if args.return_lse else None), residual

@@ -84,8 +84,8 @@ def plan(
     # fewer tokens make blocks of more rows: the statistics of all blocks stay under a quarter of the budget
     most = max(1, min(most, math.isqrt(budget * block // (4 * wide_bytes * _STATISTICS_BYTES * vocabulary))))
     left = max(0, budget - copies * block)
-    chunk = _rounded(min(tokens, max(1, left // (vocabulary * held_bytes))), 16)  # as rows of a buffer are padded
-    chunk = _rounded(chunk, _CHUNK_UNITS[-1])
+    chunk = _rounded(max(1, left // (vocabulary * held_bytes)), 16)  # as rows of a buffer are padded
+    chunk = tokens if tokens <= chunk else _rounded(chunk, _CHUNK_UNITS[-1])
     return Plan(block, hidden * wide_bytes if widened else 0, wide_bytes, most, max(1, chunk), vocabulary)
 
 

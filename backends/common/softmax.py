@@ -5,7 +5,7 @@ of work that every backend shares. A backend supplies two steps, ``look`` and ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headmux.backends.common.budget import MIB
-from headmux.backends.common.chunks import Chunks
+from headmux.backends.common.chunks import Chunks, Place
 from headmux.backends.common.head import Head, Steps
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan, plan
@@ -109,7 +109,7 @@ class Softmax(ABC):
             block_bytes=self.block_bytes,
         )
         self.places = Chunks(self.head, needs, dtypes, accum_dtype, self.held_dtype, cut, self.steps)
-        self._kept: tuple[Tensor, Tensor, Statistics, Any] | None = None
+        self._kept: tuple[tuple[Tensor, Tensor] | None, list[Place], dict[int, tuple[Statistics, Any]]] | None = None
 
     @property
     def plan(self) -> Plan:
@@ -145,39 +145,53 @@ class Softmax(ABC):
         """
 
     @abstractmethod
-    def statistics(self, first: int = 0) -> Statistics | None:
-        """Statistics of the tokens from ``first`` on, nothing kept; None where there are none."""
+    def survey(self, tokens: slice, places: Iterator[Place]) -> Statistics:
+        """Statistics of these tokens, nothing kept; ``places`` cuts them, each with room for its logits."""
 
-    def keep(self) -> Statistics | None:
-        """Statistics of every token; the logits of those that fit stay inside the future grad_weight. None if none do.
+    def statistics(self) -> Statistics:
+        """Statistics of every token, nothing kept."""
+        return self.survey(slice(0, self.tokens), self.places.outside())
+
+    def keep(self) -> Statistics:
+        """Statistics of every token. Logits stay inside the future grad_weight and, of the last tokens that do not fit
+        there, in the buffer.
 
         ``gradients`` then starts from them, once, and forms the others again.
         """
-        if not self.places.inside:
-            return None
-        total, held = self.places.workspace()
-        first, state = self.look(slice(0, self.places.inside), held)
-        self._kept = (total, held, first, state)
-        rest = self.statistics(self.places.inside)
-        return first if rest is None else Statistics.joined([first, rest])
+        first = self.places.inside
+        inside = self.places.workspace() if first else None
+        places = list(self.places.outside(first))
+        kept: dict[int, tuple[Statistics, Any]] = {}
+        parts = []
+
+        def look(tokens: slice, held: Tensor) -> None:
+            kept[tokens.start] = self.look(tokens, held)
+            parts.append(kept[tokens.start][0])
+
+        if inside is not None:
+            look(slice(0, first), inside[1])
+        if len(places) > 1:
+            parts.append(self.survey(slice(first, places[-1][0].start), iter(places[:-1])))
+        if places:
+            look(*places[-1])
+        self._kept = inside, places[::-1], kept
+        return Statistics.joined(parts)
 
     def gradients(
         self, coefficients: CoefficientsOf, needs: tuple[bool, ...]
     ) -> tuple[Statistics, tuple[Tensor | None, ...]]:
         """Statistics and the gradients needed, of every token in one pass over chunks of tokens."""
-        kept, self._kept = self._kept, None
-        found = []
+        inside, places, kept = self._kept or (None, None, {})
+        self._kept = None
+        found = {}
 
         def fill(tokens: slice, held: Tensor) -> Tensor | None:
-            if kept is not None and held is kept[1]:
-                statistics, state = kept[2:]
-            else:
-                statistics, state = self.look(tokens, held)
-            found.append(statistics)
+            statistics, state = kept.pop(tokens.start, None) or self.look(tokens, held)
+            found[tokens.start] = statistics
             return self.to_gradient(held, state, statistics, tokens, coefficients(statistics, tokens))
 
-        gradients = self.places.gradients(fill, needs, None if kept is None else kept[:2])
-        return Statistics.joined(found), gradients
+        gradients = self.places.gradients(fill, needs, inside, places)
+        return Statistics.joined([found[start] for start in sorted(found)]), gradients
 
 
 MakeSoftmax = Callable[..., Softmax]

@@ -5,11 +5,13 @@ It knows gradients that are a multiple of p - [j = y] for each token, no others:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from headmux.backends.common.chunks import Place
 from headmux.backends.common.head import Steps
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
 from headmux.backends.cutedsl.launch import accumulate, scale_rows
@@ -32,11 +34,8 @@ class CuteSoftmax(Softmax):
         )
         self.hold_as_operands()
 
-    def statistics(self, first: int = 0) -> Statistics | None:
+    def survey(self, tokens: slice, places: Iterator[Place]) -> Statistics:
         """From a product that leaves nothing."""
-        if first >= self.tokens:
-            return None
-        tokens = slice(first, self.tokens)
         labels = self.labels[tokens]
         target = labels.masked(labels.index, -1)
         found = statistics(

@@ -8,9 +8,12 @@ where a rounded z of 30 is off by 0.06.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from headmux.backends.common.chunks import Place
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import pieces
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics, shifted
@@ -35,9 +38,9 @@ class TorchSoftmax(Softmax):
         # on a GPU a sum over the block's rows takes two more of it
         self.copies = 3 if self._plain and not wanted.entropy else 5
 
-    def statistics(self, first: int = 0) -> Statistics | None:
+    def survey(self, tokens: slice, places: Iterator[Place]) -> Statistics:
         """Blocks are dropped once looked at, so the logits are never held."""
-        return self.look(slice(first, self.tokens), None)[0] if first < self.tokens else None
+        return self.look(tokens, None)[0]
 
     def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Tensor]:
         """Statistics of these tokens and the largest logit of each block, [blocks, n]."""

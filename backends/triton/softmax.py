@@ -10,11 +10,13 @@ they are read for the statistics, and read and written for the gradient.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from headmux.backends.common.chunks import Place
 from headmux.backends.common.head import Steps
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.softmax import Coefficients, Softmax, Statistics
@@ -49,13 +51,12 @@ class TritonSoftmax(Softmax):
             self.head = replace(self.head, counts=self.labels.counts)
         self.hold_as_operands()
 
-    def statistics(self, first: int = 0) -> Statistics | None:
+    def survey(self, tokens: slice, places: Iterator[Place]) -> Statistics:
         """One chunk's logits at a time."""
-        found = [
+        return Statistics.joined([
             statistics(*self._logits(tokens, held), self.wanted, *self._at_labels(tokens))[0]
-            for tokens, held in self.places.outside(first)
-        ]
-        return Statistics.joined(found) if found else None
+            for tokens, held in places
+        ])
 
     def look(self, tokens: slice, held: Tensor | None) -> tuple[Statistics, Raw | Tensor]:
         """One product, and one pass over the logits."""

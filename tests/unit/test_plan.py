@@ -12,6 +12,7 @@ import torch
 import headmux
 from headmux import get_op
 from headmux.backends.common.budget import MIB, VARIABLE, budget, budget_bytes, budget_for, current
+from headmux.backends.common.head import Head
 from headmux.backends.common.plan import pieces, plan
 
 COPIES = 3
@@ -142,3 +143,28 @@ def test_results_do_not_depend_on_the_budget(op: str) -> None:
     for other in found[1:]:
         for a, b in zip(found[0], other, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("mb", "again"), [(8, False), (0.05, True)])
+def test_logits_are_formed_again_only_where_there_is_no_room_for_them(
+    frozen: bool, mb: float, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than hidden features: those that do not fit inside grad_weight are kept if the budget holds them."""
+    formed = []
+    real = Head.logits
+
+    def logits(self: Head, weight: torch.Tensor, rows: slice, tokens: slice, *others: torch.Tensor) -> torch.Tensor:
+        formed.append((rows.stop - rows.start) * (tokens.stop - tokens.start))
+        return real(self, weight, rows, tokens, *others)
+
+    monkeypatch.setattr(Head, "logits", logits)
+    tokens, hidden, vocabulary = 100, 16, 257
+    states = torch.randn(tokens, hidden, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden, requires_grad=not frozen)
+    with budget(mb):
+        logp = get_op("linear_logp")(states, weight, torch.randint(0, vocabulary, (tokens,)), impl="torch")
+        assert sum(formed) == tokens * vocabulary
+        logp.sum().backward()
+    repeated = sum(formed) - tokens * vocabulary
+    assert 0 < repeated < tokens * vocabulary if again else repeated == 0
