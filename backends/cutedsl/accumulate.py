@@ -51,23 +51,26 @@ class Accumulate:
         dtype: cutlass.BFloat16 or cutlass.Float16, of everything.
         add: Add to what ``total`` holds.
         inside: ``gradient`` lies inside the storage of ``total``, a column of classes apart from where that ends.
+        more: There are two products, of which the sum is rounded once.
     """
 
-    def __init__(self, dtype: type, *, add: bool, inside: bool):
-        self.dtype, self.add, self.inside = dtype, add, inside
+    def __init__(self, dtype: type, *, add: bool, inside: bool, more: bool):
+        self.dtype, self.add, self.inside, self.more = dtype, add, inside, more
 
     @cute.jit
     def __call__(
         self,
         states: cute.Tensor,  # [n, H]
         gradient: cute.Tensor,  # [V, n]
+        more_states: cute.Tensor | None,  # [m, H]
+        more_gradient: cute.Tensor | None,  # [V, m]
         total: cute.Tensor,  # [V, H]
         ring: cute.Tensor,  # [clusters + 1, RING] int32, zeros
         read: cute.Tensor | None,  # [columns of classes] int32, zeros
         clusters: Int32,
         stream: CUstream,
     ):
-        """Launch the kernel: ``gradient @ states`` into ``total``."""
+        """Launch the kernel: ``gradient @ states``, and ``more_gradient @ more_states``, into ``total``."""
         mma = sm90.make_trivial_tiled_mma(
             self.dtype, self.dtype, cute.nvgpu.OperandMajorMode.MN, cute.nvgpu.OperandMajorMode.K, Float32, (1, 1, 1),
             tiler_mn=(64, CLASSES),
@@ -77,24 +80,18 @@ class Accumulate:
         rows = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, self.dtype)
         layout_b = cute.tile_to_shape(rows, (CLASSES, DEPTH, STAGES), order=(0, 1, 2))
         layout_c = cute.tile_to_shape(rows, (_PIECE, _PIECE, CONSUMERS * _BUFFERS), order=(0, 1, 2))
-        stage = (None, None, 0)
-        turned = cute.make_tensor(states.iterator, cute.select(states.layout, mode=[1, 0]))
-        load = cpasync.CopyBulkTensorTileG2SOp()
-        atom_a, states_tma = cpasync.make_tiled_tma_atom(
-            load, turned, cute.slice_(layout_a, stage), (FEATURES, DEPTH)
+        pairs = [self.copies(states, gradient, layout_a, layout_b)]
+        if const_expr(self.more):
+            pairs.append(self.copies(more_states, more_gradient, layout_a, layout_b))
+        piece = cute.slice_(layout_c, (None, None, 0))
+        atom_c, total_tma = cpasync.make_tiled_tma_atom(
+            cpasync.CopyBulkTensorTileG2SOp(), total, piece, (_PIECE, _PIECE)
         )
-        atom_b, gradient_tma = cpasync.make_tiled_tma_atom(
-            cpasync.CopyBulkTensorTileG2SMulticastOp(), gradient, cute.slice_(layout_b, stage), (CLASSES, DEPTH),
-            num_multicast=CLUSTER,
-        )
-        piece = cute.slice_(layout_c, stage)
-        atom_c, total_tma = cpasync.make_tiled_tma_atom(load, total, piece, (_PIECE, _PIECE))
         atom_out, out_tma = cpasync.make_tiled_tma_atom(
             cpasync.CopyBulkTensorTileS2GOp(), total, piece, (_PIECE, _PIECE)
         )
         self.accumulate(
-            mma, atom_a, states_tma, atom_b, gradient_tma, atom_c, total_tma, atom_out, out_tma, layout_a, layout_b,
-            layout_c, gradient, total, ring, read,
+            mma, pairs, atom_c, total_tma, atom_out, out_tma, layout_a, layout_b, layout_c, gradient, total, ring, read,
         ).launch(
             grid=[clusters * CLUSTER, 1, 1],
             block=[THREADS, 1, 1],
@@ -103,14 +100,27 @@ class Accumulate:
             stream=stream,
         )
 
+    def copies(
+        self, states: cute.Tensor, gradient: cute.Tensor, layout_a: cute.ComposedLayout, layout_b: cute.ComposedLayout
+    ) -> tuple[cute.CopyAtom, cute.Tensor, cute.CopyAtom, cute.Tensor]:
+        """How a product's operands come into a stage."""
+        turned = cute.make_tensor(states.iterator, cute.select(states.layout, mode=[1, 0]))
+        stage = (None, None, 0)
+        return (
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SOp(), turned, cute.slice_(layout_a, stage), (FEATURES, DEPTH)
+            ),
+            *cpasync.make_tiled_tma_atom(
+                cpasync.CopyBulkTensorTileG2SMulticastOp(), gradient, cute.slice_(layout_b, stage), (CLASSES, DEPTH),
+                num_multicast=CLUSTER,
+            ),
+        )
+
     @cute.kernel
     def accumulate(
         self,
         mma: cute.TiledMma,
-        atom_a: cute.CopyAtom,
-        states: cute.Tensor,
-        atom_b: cute.CopyAtom,
-        gradient_tma: cute.Tensor,
+        pairs: list,  # of what ``copies`` returns
         atom_c: cute.CopyAtom,
         total_tma: cute.Tensor,
         atom_out: cute.CopyAtom,
@@ -134,7 +144,7 @@ class Accumulate:
         tiles = across * columns
 
         if warp == 0:
-            for atom in (atom_a, atom_b, atom_c, atom_out):
+            for atom in (*[pair[i] for pair in pairs for i in (0, 2)], atom_c, atom_out):
                 cpasync.prefetch_descriptor(atom)
 
         @cute.struct
@@ -157,37 +167,22 @@ class Accumulate:
                         cute.arch.mbarrier_init(arrived + i, 1)
         loads = pingpong.stages(shared.barriers.data_ptr(), (CLASSES + FEATURES) * DEPTH * self.dtype.width // 8)
         pipeline.pipeline_init_arrive(cluster_shape_mn=cute.make_layout((CLUSTER, 1)), is_relaxed=True)
-        tiles_a = cute.local_tile(states, (FEATURES, DEPTH), (None, None))
-        tiles_b = cute.local_tile(gradient_tma, (CLASSES, DEPTH), (None, None))
-        depth = cute.size(tiles_a, mode=[3])
+        depths = [cute.ceil_div(states.shape[1], DEPTH) for _, states, _, _ in pairs]
+        depth = sum(depths)
         pipeline.pipeline_init_wait(cluster_shape_mn=cute.make_layout((CLUSTER, 1)))
 
         if warp < 4:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
         if warp == 0:
-            to_a, from_a = cpasync.tma_partition(
-                atom_a, 0, cute.make_layout(1), cute.group_modes(shared_a, 0, 2), cute.group_modes(tiles_a, 0, 2)
-            )
-            to_b, from_b = cpasync.tma_partition(
-                atom_b, rank, cute.make_layout(CLUSTER), cute.group_modes(shared_b, 0, 2),
-                cute.group_modes(tiles_b, 0, 2),
-            )
-            everyone = cutlass.Int16((1 << CLUSTER) - 1)
+            sources = [self.sources(pair, shared_a, shared_b, rank) for pair in pairs]
             filled = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, STAGES)
             number, tile = Int32(0), self.take(ring, cluster, rank, Int32(0), Int32(-1))
             while tile < tiles:
                 number += 1
                 following = self.take(ring, cluster, rank, number, tile)
                 column, feature = tile // across, tile % across * CLUSTER + rank
-                for k in cutlass.range(depth, unroll=1):
-                    loads.producer_acquire(filled)
-                    barrier = loads.producer_get_barrier(filled)
-                    cute.copy(atom_a, from_a[(None, feature, k)], to_a[(None, filled.index)], tma_bar_ptr=barrier)
-                    cute.copy(
-                        atom_b, from_b[(None, column, k)], to_b[(None, filled.index)], tma_bar_ptr=barrier,
-                        mcast_mask=everyone,
-                    )
-                    filled.advance()
+                for pair, source, count in zip(pairs, sources, depths, strict=True):
+                    filled = self.bring(pair, source, count, column, feature, loads, filled)
                 tile = following
             loads.producer_tail(filled)
 
@@ -240,6 +235,46 @@ class Accumulate:
                     following = claims.told(ring, cluster, number + CONSUMERS, following)
                 number, tile = number + CONSUMERS, following
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # shared memory stays until it has been read
+
+    def sources(self, pair: tuple, shared_a: cute.Tensor, shared_b: cute.Tensor, rank: Int32) -> tuple:
+        """Where a product's operands go, and come from: features, then classes."""
+        atom_a, states, atom_b, gradient = pair
+        tiles_a = cute.local_tile(states, (FEATURES, DEPTH), (None, None))
+        tiles_b = cute.local_tile(gradient, (CLASSES, DEPTH), (None, None))
+        return (
+            *cpasync.tma_partition(
+                atom_a, 0, cute.make_layout(1), cute.group_modes(shared_a, 0, 2), cute.group_modes(tiles_a, 0, 2)
+            ),
+            *cpasync.tma_partition(
+                atom_b, rank, cute.make_layout(CLUSTER), cute.group_modes(shared_b, 0, 2),
+                cute.group_modes(tiles_b, 0, 2),
+            ),
+        )
+
+    @cute.jit
+    def bring(
+        self,
+        pair: tuple,
+        source: tuple,
+        depth: Int32,
+        column: Int32,
+        feature: Int32,
+        loads: pipeline.PipelineTmaAsync,
+        filled: pipeline.PipelineState,
+    ):
+        """Fill stages with a tile's operands of one product, by a warp. The state after that is returned."""
+        atom_a, _, atom_b, _ = pair
+        to_a, from_a, to_b, from_b = source
+        everyone = cutlass.Int16((1 << CLUSTER) - 1)
+        for k in cutlass.range(depth, unroll=1):
+            loads.producer_acquire(filled)
+            barrier = loads.producer_get_barrier(filled)
+            cute.copy(atom_a, from_a[(None, feature, k)], to_a[(None, filled.index)], tma_bar_ptr=barrier)
+            cute.copy(
+                atom_b, from_b[(None, column, k)], to_b[(None, filled.index)], tma_bar_ptr=barrier, mcast_mask=everyone
+            )
+            filled.advance()
+        return filled
 
     @cute.jit
     def take(self, ring: cute.Tensor, cluster: Int32, rank: Int32, number: Int32, before: Int32) -> Int32:

@@ -101,11 +101,13 @@ class Adding:
         dtype: torch.bfloat16 or torch.float16, of everything.
         add: Add to what the sum holds.
         inside: The left operand lies inside the storage of the sum.
+        more: There are two products.
     """
 
     dtype: torch.dtype
     add: bool
     inside: bool
+    more: bool
 
 
 Kind = Config | Scaling | Comparison | Sorting | Adding
@@ -150,7 +152,7 @@ def _accumulate(config: Adding, options: str) -> Any:
 
     from headmux.backends.cutedsl.accumulate import Accumulate
 
-    dtype, tokens, hidden, classes = _dtype(config.dtype), cute.sym_int(), cute.sym_int(divisibility=8), cute.sym_int()
+    dtype, hidden, classes = _dtype(config.dtype), cute.sym_int(divisibility=8), cute.sym_int()
 
     def matrix(rows: Any, columns: Any) -> Any:
         stride = (cute.sym_int64(divisibility=8), 1)
@@ -160,8 +162,12 @@ def _accumulate(config: Adding, options: str) -> Any:
     read = None
     if config.inside:
         read = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
+    def pair(given: bool = True) -> tuple[Any, Any]:
+        tokens = cute.sym_int()
+        return (matrix(tokens, hidden), matrix(classes, tokens)) if given else (None, None)
+
     return cute.compile(
-        Accumulate(dtype, add=config.add, inside=config.inside), matrix(tokens, hidden), matrix(classes, tokens),
+        Accumulate(dtype, add=config.add, inside=config.inside, more=config.more), *pair(), *pair(config.more),
         matrix(classes, hidden), ring, read, Int32(1), cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True),
         options=options,
     )  # fmt: skip

@@ -80,10 +80,9 @@ def configs() -> Iterator[Kind]:
         yield Scaling(kind, each)
     for ignores in (False, True):
         yield Sorting(ignores)
-    for dtype, (add, inside) in itertools.product(
-        (torch.bfloat16, torch.float16), ((False, False), (False, True), (True, False))
-    ):
-        yield Adding(dtype, add, inside)
+    adding = ((False, False, False), (True, False, False), (False, True, False), (False, True, True))
+    for dtype, (add, inside, more) in itertools.product((torch.bfloat16, torch.float16), adding):
+        yield Adding(dtype, add, inside, more)
 
 
 def targets() -> Iterator[tuple[Kind, str]]:

@@ -66,14 +66,17 @@ def accumulate(
     **others: Any,
 ) -> None:  # fmt: skip
     """As ``headmux.backends.common.gemm.accumulate``: by one launch where all is of one 16-bit dtype."""
-    (left, right), *more = pairs
-    fits = {t.dtype for t in (total, left, right)} == {dtype} and dtype in (torch.bfloat16, torch.float16)
-    if more or not fits or aligned(left) is not left or (inside and not apart(total, left, COLUMN)):
+    narrow = dtype in (torch.bfloat16, torch.float16) and {total.dtype, *(t.dtype for p in pairs for t in p)} == {dtype}
+    straight = all(aligned(left) is left for left, _ in pairs) and len(pairs) <= 1 + inside
+    if not narrow or not straight or (inside and not apart(total, pairs[0][0], COLUMN)):
         gemm.accumulate(total, pairs, dtype, first=first, inside=inside, **others)
         return
     columns, across = -(-total.shape[0] // COLUMN), -(-total.shape[1] // (CLUSTER * TOKENS))
     clusters = min(multiprocessors(total.device.index) // CLUSTER, columns * across)
     zeros = torch.zeros(columns * inside + (clusters + 1) * RING, dtype=torch.int32, device=total.device)
     read, ring = zeros[: columns * inside], zeros[columns * inside :].view(-1, RING)
+    operands = [t for left, right in pairs for t in (aligned(right), left)] + [None] * (2 * (2 - len(pairs)))
     with torch.cuda.device(total.device):
-        kernel(Adding(dtype, not first, inside))(aligned(right), left, total, ring, read if inside else None, clusters)
+        kernel(Adding(dtype, not first, inside, len(pairs) > 1))(
+            *operands, total, ring, read if inside else None, clusters
+        )

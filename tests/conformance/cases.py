@@ -475,7 +475,10 @@ def _cases() -> Iterable[Case]:
         for short in ("bf16", "fp16"):
             yield Case(f"{op}/whole-tiles-{short}", op, N=200, H=256, V=1000, dtype=_DTYPES[short])
         yield Case(f"{op}/whole-tiles-more-tokens", op, N=300, H=256, V=600, dtype=torch.bfloat16)
-        yield Case(f"{op}/part-tiles-more-tokens", op, N=350, H=328, V=600, dtype=torch.bfloat16)
+        for short, options in (("more-tokens", {}), ("accum-bf16", {"accum_dtype": torch.float32})):
+            yield Case(f"{op}/part-tiles-{short}", op, N=350, H=328, V=600, dtype=torch.bfloat16, options=options)
+        if op != "jsd":  # blocks of some 300 classes, so that those of grad_weight cover others' logits
+            yield Case(f"{op}/whole-tiles-in-place", op, N=200, H=256, V=3000, dtype=torch.bfloat16, budget_mb=0.25)
         for short in ("int32", "int16", "uint8"):
             yield Case(
                 f"{op}/target-{short}", op, target_dtype=getattr(torch, short), options={**per_token, "ignore_index": 3}

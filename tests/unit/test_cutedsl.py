@@ -270,7 +270,8 @@ def _add(config: Adding) -> Callable[..., None]:
     """What adds a product up."""
 
     def run(
-        states: Tensor, gradient: Tensor, total: Tensor, ring: Tensor, read: Tensor | None, clusters: int
+        states: Tensor, gradient: Tensor, more_states: Tensor | None, more_gradient: Tensor | None, total: Tensor,
+        ring: Tensor, read: Tensor | None, clusters: int,
     ) -> None:
         assert clusters == min(66, -(-total.shape[0] // COLUMN) * -(-total.shape[1] // (CLUSTER * TOKENS)))
         assert ring.shape == (clusters + 1, RING)
@@ -281,6 +282,9 @@ def _add(config: Adding) -> Callable[..., None]:
             assert (read.numel() - 1) * COLUMN < total.shape[0] <= read.numel() * COLUMN
             assert not read.any()
         found = gradient.float() @ states.float()
+        assert (more_states is None) == (more_gradient is None) == (not config.more)
+        if more_states is not None and more_gradient is not None:
+            found += more_gradient.float() @ more_states.float()
         total.copy_(found + total.float() if config.add else found)
 
     return run
@@ -344,7 +348,9 @@ def _workspace(
         (256, torch.float32, True, True, 1, 256, False),
         (48, torch.bfloat16, True, True, 1, 192, True),
         (48, torch.bfloat16, True, True, 1, 64, False),  # a tile would cover its own classes
-        (256, torch.bfloat16, True, True, 2, 256, False),
+        (256, torch.bfloat16, True, True, 2, 256, True),
+        (256, torch.bfloat16, True, False, 2, 256, False),
+        (256, torch.bfloat16, True, True, 3, 256, False),
     ],
 )
 def test_sums_of_products_are_one_launch_where_they_can_be(
@@ -356,13 +362,13 @@ def test_sums_of_products_are_one_launch_where_they_can_be(
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     total, held = _workspace(400, hidden, 40, dtype, rows)
-    chunks = [held if inside else held.clone(), torch.randn(400, 24).to(dtype)][:pairs]
+    chunks = [held if inside else held.clone(), *[torch.randn(400, 24).to(dtype) for _ in range(pairs - 1)]]
     given = [(left, torch.randn(left.shape[1], hidden).to(dtype)) for left in chunks]
     if not first:
         total.normal_()
     right = sum((left.double() @ states.double() for left, states in given), 0.0 if first else total.double())
     launch.accumulate(total, given, dtype, first=first, rows=rows, inside=inside, once=True)
-    assert launched == ([Adding(dtype, not first, inside)] if one else [])
+    assert launched == ([Adding(dtype, not first, inside, pairs > 1)] if one else [])
     torch.testing.assert_close(total.double(), right, rtol=1e-2, atol=0.1)
 
 

@@ -449,7 +449,9 @@ def test_no_product_spills(config: Config) -> None:
     assert found["merge"].products == 0
 
 
-@pytest.mark.parametrize("config", [Adding(torch.bfloat16, False, True), Adding(torch.float16, True, False)])
+@pytest.mark.parametrize(
+    "config", [Adding(torch.bfloat16, False, True, True), Adding(torch.float16, True, False, False)]
+)
 def test_no_sum_of_products_spills(config: Adding) -> None:
     compile = pytest.importorskip("headmux.backends.cutedsl.compile")
     try:
