@@ -1,14 +1,15 @@
-"""What backends do between the matrix products: times, and shares of the bandwidth of a copy.
+"""What backends launch: steps between matrix products beside copies, and products of their own beside PyTorch's.
 
 Each step is a launch function of a backend as the ops call it, the merging of partial statistics included. Its bytes
 are those of the logits or states that it has to read and write, each counted once: what it moves beside them lowers its
-share. A copy that moves as many bytes takes its turns in the same rounds. What ``cutedsl`` launches together with a
-product has no step.
+share. A copy that moves as many bytes takes its turns in the same rounds. Products stand beside one ``torch.mm`` of the
+same operands, into 16 bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from headmux import registry
 from headmux.backends.common.head import Head
-from headmux.backends.common.softmax import Coefficients, Wanted
+from headmux.backends.common.labels import Labels
+from headmux.backends.common.softmax import Coefficients, Softmax, Wanted
 from headmux.backends.common.storage import padded, rows_of
 from headmux.bench import measure
 from headmux.bench.problem import BETA, IGNORE
@@ -30,8 +32,23 @@ _SEED = 20240
 # a millisecond for which the GPU waits, while the host makes all launches of a step
 _AHEAD_CYCLES = 2_000_000
 
-Step = tuple[int, Callable[[], object]]
-"""Bytes that a step has to move, and the step."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step.
+
+    Attributes:
+        work: Bytes that it has to move, or floating-point operations of a product.
+        run: The step.
+        product: PyTorch's product that it stands beside; None for a step beside a copy.
+        entry: What is to be done before each run.
+    """
+
+    work: int
+    run: Callable[[], object]
+    product: Callable[[], object] | None = None
+    entry: Callable[[], object] = lambda: None
 
 
 def refusal(impl: str, dtype: torch.dtype, device: torch.device, hidden: int = TINY.h) -> str | None:
@@ -54,6 +71,7 @@ class Inputs:
         kept: [V, N] logits.
         raw: The same, which a step may overwrite.
         states: [N, H].
+        weight: [V, H].
         ones: [N] fp32.
         steps: Name to step.
     """
@@ -63,6 +81,8 @@ class Inputs:
         self.make = torch.Generator(device).manual_seed(_SEED)
         self.kept, self.raw = self.logits(dtype), self.logits(dtype)
         self.states = torch.empty(shape.n, shape.h, dtype=dtype, device=device).normal_(generator=self.make)
+        self.weight = torch.empty(shape.v, shape.h, dtype=dtype, device=device).normal_(generator=self.make)
+        self.weight.mul_(shape.h**-0.5)
         self.ones = torch.ones(shape.n, device=device)
         self.steps = _STEPS[impl](self)
 
@@ -77,8 +97,10 @@ class Inputs:
         return self.shape.v * self.shape.n * (narrow * self.dtype.itemsize + wide * torch.float32.itemsize)
 
     def clear(self) -> None:
-        """Logits that a step may have overwritten as they were, and the GPU busy for the while of a step's launches."""
+        """What a step may have overwritten as it was, and the GPU busy for the while of a step's launches."""
         self.raw.copy_(self.kept)
+        for step in self.steps.values():
+            step.entry()
         if self.device.type == "cuda":
             cuda: Any = torch.cuda
             cuda._sleep(_AHEAD_CYCLES)
@@ -86,52 +108,94 @@ class Inputs:
 
 def _triton(x: Inputs) -> dict[str, Step]:
     from headmux.backends.triton import launch
+    from headmux.backends.triton.softmax import TritonSoftmax
 
-    n, v = x.shape.n, x.shape.v
-    target = torch.randint(v, (n,), device=x.device, generator=x.make)
-    labels, _ = launch.admit(x.states, target, IGNORE, v, torch.float32)
+    labels = _labels(x, launch.admit)
+    head = Head(x.states, x.weight, None, x.dtype, 1.0, None, 1.0)
     dots = x.kept.gather(0, labels.index[None])[0].float()
-    transform = launch.Transform(Head(x.states, x.states[:0], None, x.dtype, 1.0, None, 1.0), slice(0, n))
+    transform = launch.Transform(head, slice(0, x.shape.n))
     found, rest = launch.statistics(x.kept, transform, Wanted(), labels, dots)
     by = Coefficients(x.ones, x.ones)
     student, teacher = (
         launch.Side(raw, transform, launch.logsumexp(raw, transform))
         for raw in (x.logits(torch.float32), x.logits(torch.float32))
     )
-    steps: dict[str, Step] = {
-        "look": (x.moved(1), lambda: launch.statistics(x.kept, transform, Wanted(), labels, dots)),
-        "exponentiate": (x.moved(2), lambda: launch.exponentials(x.raw, transform, labels, dots)),
-        "to_gradient": (
+    steps = {
+        "look": Step(x.moved(1), lambda: launch.statistics(x.kept, transform, Wanted(), labels, dots)),
+        "exponentiate": Step(x.moved(2), lambda: launch.exponentials(x.raw, transform, labels, dots)),
+        "to_gradient": Step(
             x.moved(2), lambda: launch.to_gradient(x.raw, transform, labels, dots, rest, found.lse, by)
         ),
-        "look_fp32": (x.moved(wide=1), lambda: launch.logsumexp(student.raw, transform)),
+        "look_fp32": Step(x.moved(wide=1), lambda: launch.logsumexp(student.raw, transform)),
     }
     if x.dtype == torch.float16:  # whose logits never become exponentials
         del steps["exponentiate"]
-    return steps | _shared(x, partial(launch.diverge, student, teacher, valid=labels.valid), launch.scale_rows)
+    steps |= _shared(x, partial(launch.diverge, student, teacher, valid=labels.valid), launch.scale_rows)
+    return steps | {"grad_weight": _grad_weight(x, _softmax(TritonSoftmax, x, head, labels))}
 
 
 def _cutedsl(x: Inputs) -> dict[str, Step]:
     from headmux.backends.cutedsl import divergence, launch
+    from headmux.backends.cutedsl.softmax import CuteSoftmax
+    from headmux.backends.cutedsl.statistics import logits
 
     def side() -> tuple[Tensor, Tensor]:
         logits = x.logits(torch.float32)  # in units of log 2
         top = logits.amax(0)
         return logits, torch.stack([top, (logits - top).exp2_().sum(0).log2_()])
 
-    return _shared(x, partial(divergence.diverge, side(), side(), chain=1.0), launch.scale_rows)
+    student, teacher = side(), side()
+    steps = _shared(x, partial(divergence.diverge, student, teacher, chain=1.0), launch.scale_rows)
+    head = Head(x.states, x.weight, None, x.dtype, 1.0, None, 1.0)
+    softmax = _softmax(CuteSoftmax, x, head, _labels(x, launch.admit))
+    held = x.logits(torch.float32)
+    products: dict[str, Callable[[], object]] = {
+        "logits_statistics": softmax.statistics,
+        "logits_exponentials": lambda: softmax.look(slice(0, x.shape.n), x.raw),
+        "logits_fp32": lambda: logits(x.states, x.weight, None, held, scale=1.0, softcap=None),
+    }
+    if x.dtype == torch.float16:
+        del products["logits_exponentials"]
+    out = torch.empty_like(x.kept)
+    beside = partial(torch.mm, x.weight, x.states.t(), out=out)
+    work = 2 * x.shape.n * x.shape.h * x.shape.v
+    steps |= {name: Step(work, run, beside) for name, run in products.items()}
+    return steps | {"grad_weight": _grad_weight(x, softmax)}
+
+
+def _labels(x: Inputs, admit: Callable[..., tuple[Labels, Tensor]]) -> Labels:
+    target = torch.randint(x.shape.v, (x.shape.n,), device=x.device, generator=x.make)
+    return admit(x.states, target, IGNORE, x.shape.v, torch.float32)[0]
+
+
+def _softmax(of: Callable[..., Softmax], x: Inputs, head: Head, labels: Labels) -> Softmax:
+    return of(head, labels, Wanted(proportional=True), (True, True, False), (x.dtype,) * 3, None)
+
+
+def _grad_weight(x: Inputs, softmax: Softmax) -> Step:
+    """The product of logits' gradients that lie inside grad_weight with their states."""
+    count = softmax.places.inside
+    total, held = softmax.places.workspace()
+    states, beside = x.states[:count], torch.empty_like(total)
+    rows = softmax.plan.rows(count)
+    return Step(
+        2 * count * x.shape.h * x.shape.v,
+        lambda: softmax.steps.accumulate(total, [(held, states)], x.dtype, first=True, rows=rows, inside=True),
+        partial(torch.mm, x.kept[:, :count], states, out=beside),
+        lambda: held.copy_(x.kept[:, :count]),
+    )
 
 
 def _shared(x: Inputs, diverge: Callable[..., Any], scale_rows: Callable[..., Tensor]) -> dict[str, Step]:
     """What both backends have: a pair of logits compared, and states scaled."""
     kl, out = diverge(BETA, loss=True)[-1], torch.empty_like(x.states)
     return {
-        "diverge_sums": (x.moved(wide=2), lambda: diverge(BETA, loss=True)),
-        "diverge_gradient": (
+        "diverge_sums": Step(x.moved(wide=2), lambda: diverge(BETA, loss=True)),
+        "diverge_gradient": Step(
             x.moved(1, wide=2), lambda: diverge(BETA, loss=False, upstream=x.ones, kl=kl, into=x.raw)
         ),
-        "diverge_both": (x.moved(1, wide=2), lambda: diverge(0.0, loss=True, upstream=x.ones, into=x.raw)),
-        "scale_rows": (2 * x.states.nbytes, lambda: scale_rows(x.states, x.ones, out)),
+        "diverge_both": Step(x.moved(1, wide=2), lambda: diverge(0.0, loss=True, upstream=x.ones, into=x.raw)),
+        "scale_rows": Step(2 * x.states.nbytes, lambda: scale_rows(x.states, x.ones, out)),
     }
 
 
@@ -187,38 +251,35 @@ def _run(
     impl: str, shape: Shape, dtype: torch.dtype, device: torch.device, results: Results, seconds: float
 ) -> list[str]:
     inputs = Inputs(impl, shape, dtype, device)
-    most = max(moved for moved, _ in inputs.steps.values()) // 2
+    steps = inputs.steps
+    most = max(step.work for step in steps.values() if step.product is None) // 2
     source, sink = (torch.empty(most, dtype=torch.uint8, device=device).random_() for _ in range(2))
 
-    def copy(moved: int) -> Callable[[], object]:
-        into, of = sink[: moved // 2], source[: moved // 2]
-        return lambda: into.copy_(of)
+    def beside(step: Step) -> Callable[[], object]:
+        half = step.work // 2
+        return step.product or (lambda: sink[:half].copy_(source[:half]))
 
-    work = {name: step for name, (_, step) in inputs.steps.items()}
-    work |= {_copy_of(moved): copy(moved) for moved, _ in inputs.steps.values()}
-    for step in work.values():  # compiled before the warm-up
+    work = {name: step.run for name, step in steps.items()}
+    work |= {f"beside {name}": beside(step) for name, step in steps.items()}
+    for run in work.values():  # compiled before the warm-up
         inputs.clear()
-        step()
+        run()
     times, failed = measure.rounds(inputs, work, seconds)
-    for name, (moved, _) in inputs.steps.items():
-        beside = _copy_of(moved)
-        if name in times and beside in times:
-            results.put(_record(impl, name, shape, dtype, moved, times[name], times[beside]))
+    for name, step in steps.items():
+        if name in times and f"beside {name}" in times:
+            results.put(_record(impl, name, shape, dtype, step, times[name], times[f"beside {name}"]))
     return [f"{impl} {name} {shape}: {reason}" for name, reason in failed.items()]
 
 
-def _copy_of(moved: int) -> str:
-    return f"copy of {moved // 2} bytes"
-
-
 def _record(
-    impl: str, name: str, shape: Shape, dtype: torch.dtype, moved: int, times: Sequence[float], copies: Sequence[float]
+    impl: str, name: str, shape: Shape, dtype: torch.dtype, step: Step, times: Sequence[float],
+    others: Sequence[float],
 ) -> KernelRecord:
     ms, p20, p80 = (measure.percentile(times, share) for share in (0.5, 0.2, 0.8))
-    copy_ms = measure.percentile(copies, 0.5)
+    other = measure.percentile(others, 0.5)
     return KernelRecord(
         name, shape.n, shape.h, shape.v, str(dtype).removeprefix("torch."),
-        ms=rounded(ms, 5), p20=rounded(p20, 5), p80=rounded(p80, 5), bytes=moved,
-        tb_per_s=rounded(moved / ms / 1e9), copy_tb_per_s=rounded(moved / copy_ms / 1e9), share=rounded(copy_ms / ms),
-        backend=impl,
+        ms=rounded(ms, 5), p20=rounded(p20, 5), p80=rounded(p80, 5), work=step.work,
+        unit="TB/s" if step.product is None else "TFLOP/s", rate=rounded(step.work / ms / 1e9),
+        beside=rounded(step.work / other / 1e9), share=rounded(other / ms), backend=impl,
     )

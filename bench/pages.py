@@ -40,15 +40,17 @@ How to read it:
 """
 
 _KERNELS = f"""\
-What backends do between matrix products is bound by memory. Each row is one pass over logits [V, N] or states [N, H],
-from `python -m headmux.bench kernels`, with the small launches that belong to it; **MB** are those of logits and
-states that it has to read and write, and nothing else. **share** is its rate over that of a device copy that moves as
-many bytes, in the same rounds. `cutedsl` has rows for what it does not launch together with a product.
+What backends launch, each with the small launches that belong to it, from `python -m headmux.bench kernels`. Between
+matrix products they are bound by memory: **work** is the bytes of logits [V, N] or states [N, H] that a step has to
+read and write, and nothing else, and it stands **beside** a device copy that moves as many. Products stand beside one
+`torch.mm` of the same operands, which leaves 16-bit numbers. **share** is the rate over that of what it stands beside.
 
 - *look* reads logits for the statistics, *exponentiate* leaves exponentials in their place, the settling at the labels
   included, *to_gradient* the gradient; *scale_rows* scales hidden states.
 - `jsd` (beta {BETA:g}) reads fp32 logits: *look_fp32* for the statistics, *diverge_sums* those of both models for the
   loss, *diverge_gradient* once more for the gradient; where beta is 0, *diverge_both* gives both in one read.
+- *grad_weight* is the product that is formed in place. The products of `cutedsl` that form logits leave statistics
+  (*logits_statistics*), exponentials too (*logits_exponentials*), or logits with their log-sum-exp (*logits_fp32*).
 """
 
 
@@ -236,7 +238,7 @@ def _where_ahead(records: Sequence[Record]) -> list[str]:
 
 
 def _kernels(sources: Sequence[Source], results: str) -> list[str]:
-    lines = ["## Kernels between the products", "", _KERNELS] if sources else []
+    lines = ["## Kernels", "", _KERNELS] if sources else []
     for source in sources:
         lines += _origin(source, results)
         for heading, rows in report.kernel_tables(source.results.kernels, markdown=True):

@@ -99,7 +99,7 @@ class Record:
 
 @dataclass
 class KernelRecord:
-    """One measured step between the matrix products, see ``headmux.bench.kernels``.
+    """One measured step of a backend, see ``headmux.bench.kernels``.
 
     Attributes:
         kernel: Name of the step.
@@ -110,10 +110,11 @@ class KernelRecord:
         ms: Median over the rounds.
         p20: 20th percentile.
         p80: 80th percentile.
-        bytes: What it has to read and write.
-        tb_per_s: Those bytes over its median, in units of 10^12.
-        copy_tb_per_s: The same of a copy of as many bytes in the same rounds, read and written ones counted.
-        share: Its rate over the copy's.
+        work: Bytes that it has to read and write, or floating-point operations of a matrix product.
+        unit: Of the rates: TB/s or TFLOP/s.
+        rate: Its work over its median.
+        beside: The same of a copy of as many bytes, or of PyTorch's product, in the same rounds.
+        share: The first rate over the second.
         backend: Whose step it is.
     """
 
@@ -125,11 +126,12 @@ class KernelRecord:
     ms: float
     p20: float
     p80: float
-    bytes: int
-    tb_per_s: float
-    copy_tb_per_s: float
+    work: int
+    unit: str
+    rate: float
+    beside: float
     share: float
-    backend: str = "triton"  # files from before others were measured have no such field
+    backend: str
 
     @property
     def key(self) -> KernelKey:

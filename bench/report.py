@@ -9,7 +9,8 @@ from headmux.bench.records import KernelRecord, Record, Results, command
 _HEAD = ("provider", "ms", "p20-p80", "x floor", "+MiB", "beyond grads", "loss", "dX", "dW", "dW untargeted", "syncs",
          "graph", "rounds")
 _RSS = "RSS +MiB"
-_KERNEL_HEAD = ("kernel", "backend", "ms", "p20-p80", "MB", "TB/s", "TB/s of a copy", "share")
+_KERNEL_HEAD = ("kernel", "backend", "ms", "p20-p80", "work", "rate", "beside", "share")
+_WORK = {"TB/s": ("MB", 1e6), "TFLOP/s": ("GFLOP", 1e9)}
 
 
 def tables(results: Results, *, markdown: bool = False) -> str:
@@ -60,8 +61,9 @@ def kernel_tables(records: Iterable[KernelRecord], *, markdown: bool) -> list[tu
     """For each shape and dtype, a title and the lines of the table of its kernels."""
     found: dict[str, list[tuple[str, ...]]] = {}
     for r in records:
-        row = (r.kernel, r.backend, _number(r.ms), f"{_number(r.p20)}-{_number(r.p80)}", f"{r.bytes / 1e6:.4g}",
-               f"{r.tb_per_s:.3g}", f"{r.copy_tb_per_s:.3g}", f"{r.share:.2f}")
+        of, size = _WORK[r.unit]
+        row = (r.kernel, r.backend, _number(r.ms), f"{_number(r.p20)}-{_number(r.p80)}", f"{r.work / size:.4g} {of}",
+               f"{r.rate:.3g} {r.unit}", f"{r.beside:.3g}", f"{r.share:.2f}")
         found.setdefault(f"N={r.n} H={r.h} V={r.v} {r.dtype}", [_KERNEL_HEAD]).append(row)
     return [(f"kernels {case}", _grid(rows, markdown)) for case, rows in found.items()]
 

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from headmux.backends.cutedsl import build, divergence, launch
-from headmux.backends.cutedsl.build import Comparison, Scaling, Sorting
+from headmux.backends.cutedsl import build, divergence, launch, statistics
+from headmux.backends.cutedsl.build import Adding, Comparison, Config, Scaling, Sorting
 from headmux.bench import (
     compare,
     floors,
@@ -522,7 +522,7 @@ def test_single_launches_are_timed_beside_a_bare_one(monkeypatch):
     assert [r.provider for r in host.launches(CPU, torch.bfloat16, TINY, "torch,cutedsl")[1]] == ["cutedsl"]
 
 
-def test_kernels_are_measured_beside_copies_of_as_many_bytes(tmp_path):
+def test_kernels_are_measured_beside_copies_and_products(tmp_path):
     pytest.importorskip("triton", reason="Triton is not installed")
     path = tmp_path / "out.json"
     n, h, v = 10, 24, 300
@@ -532,25 +532,30 @@ def test_kernels_are_measured_beside_copies_of_as_many_bytes(tmp_path):
     assert done.returncode == 0, done.stderr
     data = json.loads(path.read_text())
     assert data["header"]["command"].startswith("python -m headmux.bench kernels --shape 10,24,300")
-    assert {r["kernel"]: r["bytes"] for r in data["records"]} == {
+    assert {r["kernel"]: r["work"] for r in data["records"]} == {
         "look": 2 * n * v, "exponentiate": 4 * n * v, "to_gradient": 4 * n * v, "look_fp32": 4 * n * v,
         "diverge_sums": 8 * n * v, "diverge_gradient": 10 * n * v, "diverge_both": 10 * n * v, "scale_rows": 4 * n * h,
+        "grad_weight": 2 * n * h * v,
     }
     for r in data["records"]:
-        assert list(r) == ["kernel", "n", "h", "v", "dtype", "ms", "p20", "p80", "bytes", "tb_per_s", "copy_tb_per_s",
+        assert list(r) == ["kernel", "n", "h", "v", "dtype", "ms", "p20", "p80", "work", "unit", "rate", "beside",
                            "share", "backend"]
         assert r["backend"] == "triton"
         assert (r["n"], r["h"], r["v"], r["dtype"]) == (n, h, v, "bfloat16")
         assert 0 < r["p20"] <= r["ms"] <= r["p80"]
-        assert r["tb_per_s"] == pytest.approx(r["bytes"] / r["ms"] / 1e9, rel=1e-2)
-        assert r["share"] == pytest.approx(r["tb_per_s"] / r["copy_tb_per_s"], rel=1e-2)
+        assert r["unit"] == ("TFLOP/s" if r["kernel"] == "grad_weight" else "TB/s")
+        assert r["rate"] == pytest.approx(r["work"] / r["ms"] / 1e9, rel=1e-2)
+        assert r["share"] == pytest.approx(r["rate"] / r["beside"], rel=1e-2)
     assert done.stdout == report.tables(Results.load(path))
     assert "kernels N=10 H=24 V=300 bfloat16\n\nkernel " in done.stdout
+    assert re.search(r"\ngrad_weight +triton .* 0.000144 GFLOP  ", done.stdout)
     assert "headmux.bench: the cutedsl backend cannot run: device cpu is not one of cuda; " in done.stderr
 
 
-def test_kernels_of_cutedsl_are_its_own_launches(tmp_path, monkeypatch, capsys):
-    path, (n, h, v), launched = tmp_path / "out.json", (10, 24, 300), set()
+@pytest.mark.parametrize(("dtype", "tokens"), [(torch.bfloat16, 10), (torch.float16, 30)])
+def test_kernels_of_cutedsl_are_its_own_launches(dtype, tokens, tmp_path, monkeypatch, capsys):
+    path, (n, h, v), launched = tmp_path / "out.json", (tokens, 24, 300), set()
+    inside = min(n, h)
 
     def kernel(config):
         def run(*args):
@@ -560,39 +565,38 @@ def test_kernels_of_cutedsl_are_its_own_launches(tmp_path, monkeypatch, capsys):
                     torch.testing.assert_close((logits - lse.sum(0)).exp2().sum(0), torch.ones(n))
                 if config.loss:
                     args[4].zero_()
+            if isinstance(config, Sorting):
+                args[1].copy_(args[0])
+            if isinstance(config, Adding):  # what an earlier run may have overwritten is back
+                assert (args[0].shape, args[1].shape, args[4].shape) == ((inside, h), (v, inside), (v, h))
+                assert 0.9 < float(args[1].float().std()) < 1.1
+                args[4].zero_()
 
         return run
 
-    for module in (divergence, launch):
+    for module in (divergence, launch, statistics):
         monkeypatch.setattr(module, "kernel", kernel)
-    monkeypatch.setattr(divergence, "multiprocessors", lambda device: 3)
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 4)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(kernels, "refusal", lambda impl, *where: None if impl == "cutedsl" else "not here")
     words = ["kernels", "--shape", f"{n},{h},{v}", "--device", "cpu", "--seconds", "0.05", "--impl", "triton,cutedsl"]
-    assert main([*words, "--json", str(path)]) == 0
+    assert main([*words, "--dtype", str(dtype).removeprefix("torch."), "--json", str(path)]) == 0
     found = Results.load(path)
-    assert {(r.backend, r.kernel): r.bytes for r in found.kernels} == {
-        ("cutedsl", "diverge_sums"): 8 * n * v, ("cutedsl", "diverge_gradient"): 10 * n * v,
-        ("cutedsl", "diverge_both"): 10 * n * v, ("cutedsl", "scale_rows"): 4 * n * h,
+    exponentials = {"logits_exponentials": 2 * n * h * v} if dtype == torch.bfloat16 else {}
+    assert {r.kernel: r.work for r in found.kernels} == {
+        "diverge_sums": 8 * n * v, "diverge_gradient": 10 * n * v, "diverge_both": 10 * n * v, "scale_rows": 4 * n * h,
+        "logits_statistics": 2 * n * h * v, **exponentials, "logits_fp32": 2 * n * h * v,
+        "grad_weight": 2 * inside * h * v,
     }
-    narrow = torch.bfloat16
+    assert {r.backend for r in found.kernels} == {"cutedsl"}
     assert launched == {
-        Comparison(None, True, None), Comparison(None, False, narrow), Comparison(0.0, True, narrow),
-        Scaling(narrow, True),
+        Comparison(None, True, None), Comparison(None, False, dtype), Comparison(0.0, True, dtype),
+        Scaling(dtype, True), Sorting(True), Adding(dtype, False, True, False),
+        Config(dtype), Config(dtype, store=True), *[Config(dtype, keep=True) for _ in exponentials],
     }
     told = capsys.readouterr()
     assert told.err == "headmux.bench: the triton backend cannot run: not here\n"
     assert re.search(r"\nscale_rows +cutedsl +[\d.]+ ", told.out)
-
-
-def test_kernels_of_files_that_name_no_backend_are_tritons(tmp_path):
-    record = KernelRecord("scale_rows", 1024, 64, 1000, "bfloat16", 0.1, 0.09, 0.11, 2_048_000, 2.05, 4.1, 0.5)
-    old = dataclasses.asdict(record)
-    del old["backend"]
-    new = {**old, "backend": "cutedsl", "ms": 0.2}
-    path = tmp_path / "out.json"
-    path.write_text(json.dumps({"header": {}, "records": [old, new]}))
-    assert {r.backend: r.ms for r in Results.load(path).kernels} == {"triton": 0.1, "cutedsl": 0.2}
 
 
 @pytest.mark.parametrize(("words", "reason"), [
@@ -614,13 +618,14 @@ def test_kernels_without_a_usable_backend_or_shape(words, reason, tmp_path, caps
 def test_pages_have_kernels_where_they_were_measured(results):
     before = pages.load(results.path.parent)
     page, digest, summary = pages.page(before), pages.digest(before), pages.summary(before)
-    assert "Kernels between the products" not in page
+    assert "## Kernels" not in page
     found = Results({"device": "D", "time": "zz", "command": "measure them"}, results.path.with_name("d-kernels.json"))
-    found.put(KernelRecord("look", 1024, 64, 1000, "bfloat16", 0.1, 0.09, 0.11, 2_048_000, 2.05, 4.1, 0.5))
-    found.put(KernelRecord("look", 4096, 64, 1000, "bfloat16", 0.3, 0.29, 0.31, 8_192_000, 2.73, 4.2, 0.65))
+    for n, ms, share in ((1024, 0.1, 0.5), (4096, 0.3, 0.65)):
+        moved = 2 * n * 1000
+        found.put(KernelRecord("look", n, 64, 1000, "bfloat16", ms, ms, ms, moved, "TB/s", 2.0, 4.0, share, "triton"))
     after = pages.load(results.path.parent)
     assert (pages.digest(after), pages.summary(after)) == (digest, summary)
-    head, kernels = pages.page(after).split("## Kernels between the products\n")
+    head, kernels = pages.page(after).split("## Kernels\n")
     assert page.startswith(head)
     assert "[d-kernels.json](../bench/results/d-kernels.json)" in kernels
     assert "measure them" in kernels
