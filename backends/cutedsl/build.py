@@ -162,6 +162,7 @@ def _accumulate(config: Adding, options: str) -> Any:
     read = None
     if config.inside:
         read = cute.runtime.make_fake_compact_tensor(Int32, (cute.sym_int(),), assumed_align=4)
+
     def pair(given: bool = True) -> tuple[Any, Any]:
         tokens = cute.sym_int()
         return (matrix(tokens, hidden), matrix(classes, tokens)) if given else (None, None)

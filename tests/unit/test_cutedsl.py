@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +22,7 @@ from headmux.backends.common.head import MASKED
 from headmux.backends.common.labels import Labels
 from headmux.backends.cutedsl import divergence, flce, launch, linear_logp, softmax, statistics
 from headmux.backends.cutedsl.build import Adding, Comparison, Scaling, Sorting
-from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, RING, TOKENS, WORKERS, Schedule
+from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, RING, STAGES, TOKENS, WORKERS, Schedule
 from headmux.contract import Upstream
 
 HOPPER = (torch.device("cuda", 0), (9, 0))
@@ -558,3 +559,66 @@ def test_divergences(
             torch.testing.assert_close(one.float(), other_one, rtol=2e-2, atol=atol)
     if found[0] is not None:
         assert not found[0][2].any()
+
+
+class _Cluster:
+    """A model of a cluster's warps, of what each waits for, and of the ring by which they are told of claims."""
+
+    def __init__(self, depth: int, tiles: int) -> None:
+        self.depth, self.tiles = depth, tiles
+        self.ring = [-1] * RING
+        self.loaded = [0] * CLUSTER  # stages that a thread block's producer has filled
+        self.used = [0] * CLUSTER  # stages that its warpgroups have passed on
+        self.turn = [0] * CLUSTER  # tiles that its warpgroups have multiplied
+
+    def told(self, claim: int) -> Callable[[], bool]:
+        def ready() -> bool:
+            assert self.ring[claim % RING] <= claim, "lost"
+            return self.ring[claim % RING] == claim
+
+        return ready
+
+    def producer(self, rank: int) -> Iterator[Callable[[], bool]]:
+        for claim in range(-1, self.tiles):
+            if rank == 0:
+                self.ring[(claim + 1) % RING] = claim + 1
+            else:
+                yield self.told(claim + 1)
+            for _ in range(self.depth if claim >= 0 else 0):
+                yield lambda: self.loaded[rank] < min(self.used) + STAGES
+                self.loaded[rank] += 1
+
+    def consumer(self, rank: int, one: int) -> Iterator[Callable[[], bool]]:
+        for claim in range(one + 1):
+            yield self.told(claim)
+        for tile in range(one, self.tiles, WORKERS):
+            yield self.told(tile + 1)
+            yield lambda tile=tile: self.turn[rank] == tile
+            for _ in range(self.depth):
+                yield lambda: min(self.loaded) > self.used[rank]
+                self.used[rank] += 1
+            self.turn[rank] += 1
+            if tile + 1 < self.tiles:
+                yield self.told(tile + WORKERS)
+
+
+@pytest.mark.parametrize("slow", range(CLUSTER * (1 + WORKERS)))
+@pytest.mark.parametrize("depth", [1, 2, STAGES, 7])
+def test_no_claim_is_lost_in_the_ring(depth: int, slow: int) -> None:
+    """In any order of the warps' steps, with one that moves only when no other can, too."""
+    drawn = random.Random(depth * 10 + slow)
+    for often in (0.0, 0.02, 1.0):
+        cluster = _Cluster(depth, tiles=40)
+        running = [cluster.producer(rank) for rank in range(CLUSTER)]
+        running += [cluster.consumer(rank, one) for rank in range(CLUSTER) for one in range(WORKERS)]
+        waiting = {i: next(steps) for i, steps in enumerate(running)}
+        while waiting:
+            able = [i for i, ready in waiting.items() if ready()]
+            others = [i for i in able if i != slow]
+            i = drawn.choice(others if others and drawn.random() >= often else able)
+            step = next(running[i], None)
+            if step is None:
+                del waiting[i]
+            else:
+                waiting[i] = step
+        assert cluster.turn == [40] * CLUSTER
