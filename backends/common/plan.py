@@ -15,7 +15,7 @@ _BLOCK_TOKENS = {"cpu": 512, "cuda": 8192}
 _LEAST_ROWS = 64
 # kept for each token of each block: two or three statistics, the logit at the label and its place
 _STATISTICS_BYTES = 24
-# tokens of whole tiles of a matrix product, or at least of half its smallest
+# tokens of whole tiles of a matrix product, or at least of half its smallest: a part of a tile takes as long as a whole
 _CHUNK_UNITS = (256, 128, 64)
 
 
@@ -85,8 +85,9 @@ def plan(
     most = max(1, min(most, math.isqrt(budget * block // (4 * wide_bytes * _STATISTICS_BYTES * vocabulary))))
     left = max(0, budget - copies * block)
     chunk = _rounded(max(1, left // (vocabulary * held_bytes)), 16)  # as rows of a buffer are padded
-    chunk = tokens if tokens <= chunk else _rounded(chunk, _CHUNK_UNITS[-1])
-    return Plan(block, hidden * wide_bytes if widened else 0, wide_bytes, most, max(1, chunk), vocabulary)
+    if chunk < tokens:
+        chunk = _rounded(chunk, _CHUNK_UNITS[0] if chunk >= _CHUNK_UNITS[0] else _CHUNK_UNITS[-1])
+    return Plan(block, hidden * wide_bytes if widened else 0, wide_bytes, most, min(tokens, chunk), vocabulary)
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:
