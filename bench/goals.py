@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 from headmux.bench.records import Record
 
+HEAD = (4096, 128256)
+"""H and V."""
+
 
 @dataclass(frozen=True)
 class Goal:
-    """Bounds of one backend at the head of V=128256 and H=4096.
+    """Bounds of one backend at ``HEAD``.
 
     Attributes:
         op: Name of the op.
@@ -34,7 +37,7 @@ class Goal:
         """The records that tell about this goal, by N."""
         found = [
             r for r in records
-            if (r.op, r.provider, r.variant, r.dtype, r.h, r.v) == (*self._call, 4096, 128256)
+            if (r.op, r.provider, r.variant, r.dtype, r.h, r.v) == (*self._call, *HEAD)
             and r.n in self.tokens and r.ratio is not None and r.extra_mib_beyond_grads is not None
         ]
         return sorted(found, key=lambda r: r.n)

@@ -104,7 +104,7 @@ def label_points(
     invert = figure.transFigure.inverted().transform
     for (px, py), text, colour in sorted(groups, key=lambda group: -group[0][1]):
         bold = text.startswith("headmux")
-        width, height = (_width(text, bold) + 2) * scale, (SIZE + 2) * scale
+        width, height = _width(figure, text, bold) + 3 * scale, (SIZE + 2) * scale
         cheapest, spot, near = math.inf, (0.0, 0.0, 0.0, 0.0), (px, py)
         for distance in (9, 14, 20, 28, 38, 50, 64, 80, 98, 120):
             for angle in range(0, 360, 15):
@@ -131,13 +131,12 @@ def label_points(
                     fontweight="bold" if bold else "normal")
 
 
-def _width(text: str, bold: bool) -> float:
-    """Width of a name, in points."""
-    from matplotlib.font_manager import FontProperties
-    from matplotlib.textpath import TextPath
-
-    letters = TextPath((0.0, 0.0), text, size=SIZE, prop=FontProperties(weight="bold" if bold else "normal"))
-    return float(letters.get_extents().width)
+def _width(figure: Any, text: str, bold: bool) -> float:
+    """Width of a name, in pixels."""
+    drawn = figure.text(0, 0, text, fontsize=SIZE, fontweight="bold" if bold else "normal")
+    width = float(drawn.get_window_extent().width)
+    drawn.remove()
+    return width
 
 
 def _groups(points: list[tuple[Point, str, str]], reach: float) -> list[tuple[Point, str, str]]:

@@ -39,6 +39,8 @@ class Labels:
         return cls(index, valid, counts)
 
     def __getitem__(self, tokens: slice) -> Labels:
+        if tokens == slice(0, self.index.shape[0]):  # most calls are one chunk
+            return self
         valid = None if self.valid is None else self.valid[tokens]
         return Labels(self.index[tokens], valid, self.counts[tokens])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import subprocess
@@ -14,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from headmux import get_op, registry
+from headmux.bench.records import Record, Results
+from headmux.order import default_order
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -23,6 +26,31 @@ def test_generated_parts_are_up_to_date() -> None:
     words = [sys.executable, str(ROOT / "docs" / "generate.py"), "--check"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_automatic_order_and_its_figures_are_those_that_were_measured() -> None:
+    measured: dict[tuple[object, ...], dict[str, Record]] = {}
+    for path in (ROOT / "bench" / "results").glob("h200-*.json"):
+        for r in Results.load(path).records:
+            if r.ms is not None and r.variant != "host":
+                measured.setdefault((path.name, r.op, r.variant, r.h, r.v, r.n, r.dtype), {})[r.provider] = r
+    call = get_op("flce").call_on(torch.device("cuda", 0), (9, 0), {"N": 1, "H": 8, "V": 8}, torch.bfloat16)
+    for found in measured.values():
+        inorder = [r for name in default_order(call) if (r := found.get(f"headmux-{name}")) is not None]
+        times = [r.ms or 0.0 for r in inorder]
+        assert all(first <= 0.98 * second for first, second in itertools.pairwise(times)), inorder
+        if {"headmux-cutedsl", "headmux-triton"} <= found.keys():
+            cutedsl, triton = (found[f"headmux-{name}"].extra_mib_beyond_grads for name in ("cutedsl", "triton"))
+            assert (cutedsl or 0.0) <= (triton or 0.0)
+
+    lines = re.findall(r"#   (\w+)( without gradients)? +((?:\d\.\d\d *)+)\n", (ROOT / "dispatch/order.py").read_text())
+    assert len(lines) == 4
+    for op, without, figures in lines:
+        for n, figure in zip((1024, 2048, 4096, 8192, 16384), figures.split(), strict=False):
+            variant = "nograd" if without else "default"
+            found = measured[f"h200-{op}-seeds.json", op, variant, 4096, 128256, n, "bfloat16"]
+            cutedsl, triton = (found[f"headmux-{name}"].ms or 0.0 for name in ("cutedsl", "triton"))
+            assert figure == f"{cutedsl / triton:.2f}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
