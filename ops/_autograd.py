@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
@@ -227,10 +228,13 @@ class _Forward(torch.autograd.Function):
         op: Op = ctx.op
         count = len(op.gradients)
         needs = tuple(ctx.needs_input_grad[2 : 2 + count])
-        upstream = grads[:-1]
-        found = _apply(
-            _Backward, op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static
-        )
+
+        def pull(*upstream: Tensor | None) -> Tensors:
+            return cast("Tensors", _apply(
+                _Backward, op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static
+            ))
+
+        found = _each(pull, grads[:-1])
         return (None, None, *found, *[None] * (len(ctx.needs_input_grad) - 2 - count))
 
     @staticmethod
@@ -276,10 +280,14 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *moves: Any) -> tuple[Any, ...]:
         rule = _SecondOrder(ctx)
-        values, pull, *_ = torch.func.vjp(rule.gradients, *rule.primals)
         given = [m for m, need in zip(moves, ctx.needs, strict=True) if need]
-        back = pull(tuple(torch.zeros_like(v) if m is None else m for v, m in zip(values, given, strict=True)))
-        return (*[None] * 4, *rule.placed(back), *[None] * len(ctx.static))
+
+        def pull(*moves: Tensor | None) -> tuple[Tensor, ...]:
+            values, pull, *_ = torch.func.vjp(rule.gradients, *rule.primals)
+            full = tuple(torch.zeros_like(v) if m is None else m for v, m in zip(values, moves, strict=True))
+            return cast("tuple[Tensor, ...]", pull(full))
+
+        return (*[None] * 4, *rule.placed(_each(pull, given)), *[None] * len(ctx.static))
 
     @staticmethod
     def jvp(ctx: Any, _op: None, _box: None, _count: None, _needs: None, *tangents: Any) -> tuple[Any, ...]:
@@ -298,6 +306,25 @@ class _Backward(torch.autograd.Function):
         ]
         outputs = tuple(None if o[0] is None else torch.stack(o) for o in zip(*each, strict=True))
         return outputs, tuple(None if o is None else 0 for o in outputs)
+
+
+def _each(pull: Callable[..., Tensors], grads: Sequence[Tensor | None]) -> Tensors:
+    """What is pulled back from gradients, one after another where they are a batch: ``is_grads_batched=True`` hands on
+    tensors of a kind of its own, whose memory kernels would take for that of one gradient.
+    """
+    level = 1  # PyTorch makes no batches of batches here
+    batches = {
+        i: torch._remove_batch_dim(g, level, 0, 0) for i, g in enumerate(grads)
+        if g is not None and is_legacy_batchedtensor(g)
+    }
+    if not batches:
+        return pull(*grads)
+    (size,) = {len(batch) for batch in batches.values()}
+    each = [pull(*[batches[i][k] if i in batches else g for i, g in enumerate(grads)]) for k in range(size)]
+    return tuple([
+        None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
+        for parts in zip(*each, strict=True)
+    ])
 
 
 def _pick(flat: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:

@@ -96,6 +96,24 @@ def test_forward_mode_without_functorch(name: str) -> None:
 
 
 @every_loss
+def test_batches_of_gradients(name: str) -> None:
+    """``is_grads_batched=True``, which ``torch.autograd.functional`` takes for ``vectorize=True``."""
+    x, w, b = _leaves()
+    found = torch.autograd.functional.hessian(lambda w: CALLS[name](x, w, b), w, vectorize=True)
+    assert_close(found, torch.autograd.functional.hessian(lambda w: REFERENCES[name](x, w, b), w))
+
+
+def test_a_batch_of_gradients_of_each_output() -> None:
+    x, w, _ = _leaves()
+    out = linear_logp(x, w, D["t"], ignore_index=-100, return_entropy=True)
+    given = [torch.randn(4, N, dtype=torch.float64), torch.randn(4, N, dtype=torch.float64)]
+    found = torch.autograd.grad(out[:2], (x, w), given, is_grads_batched=True, retain_graph=True)
+    for i in range(4):
+        one = torch.autograd.grad(out[:2], (x, w), [g[i] for g in given], retain_graph=True)
+        assert_close([f[i] for f in found], list(one))
+
+
+@every_loss
 def test_create_graph_is_never_detached(name: str) -> None:
     x, w, b = _leaves()
     (g,) = torch.autograd.grad(CALLS[name](x, w, b) ** 2, x, create_graph=True)
