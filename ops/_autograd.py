@@ -375,7 +375,7 @@ class _SecondOrder:
         found = pull(tuple(full))
         return tuple(found[i] for i in self._wanted)
 
-    def placed(self, values: Sequence[Tensor]) -> list[Tensor | None]:
+    def placed(self, values: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Values of the primals, each at its position among the saved tensors."""
         by_position = dict(zip(self.positions, values, strict=True))
         return [by_position.get(i) for i in range(self._saved)]
