@@ -283,9 +283,9 @@ class _Backward(torch.autograd.Function):
         given = [m for m, need in zip(moves, ctx.needs, strict=True) if need]
 
         def pull(*moves: Tensor | None) -> tuple[Tensor, ...]:
-            values, pull, *_ = torch.func.vjp(rule.gradients, *rule.primals)
+            values, back, *_ = torch.func.vjp(rule.gradients, *rule.primals)
             full = tuple(torch.zeros_like(v) if m is None else m for v, m in zip(values, moves, strict=True))
-            return cast("tuple[Tensor, ...]", pull(full))
+            return cast("tuple[Tensor, ...]", back(full))
 
         return (*[None] * 4, *rule.placed(_each(pull, given)), *[None] * len(ctx.static))
 
