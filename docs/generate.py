@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -36,13 +37,15 @@ def summary() -> str:
             named = [case for case in CASES if case.op == op and case.feature]
             found = [support(backend, case, torch.device("cuda", 0), CAPABILITY) for case in named]
             refused = [case.feature for case, (runs, _) in zip(named, found, strict=True) if not runs]
-            limits = sorted({word for runs, words in found if runs and words != "yes" for word in words.split(", ")})
+            words = Counter(word for runs, text in found if runs and text != "yes" for word in text.split(", "))
+            limits = [f"{number} only {word}" for word, number in sorted(words.items())]
             which = ", ".join(refused) if len(refused) <= 4 else f"{len(refused)}, see the list"
             if op not in backend.kernels:
                 cells.append("no kernel yet")
             else:
                 count = f"{len(named) - len(refused)} of {len(named)}" if refused else f"all {len(named)}"
-                cells.append("; ".join([", ".join([count, *limits]), *([f"not: {which}"] if refused else [])]))
+                only = [f"of these {', '.join(limits)}"] if limits else []
+                cells.append("; ".join([count, *only, *([f"not: {which}"] if refused else [])]))
         lines.append(f"| `{op}` | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

@@ -601,8 +601,8 @@ def refusals(backend: Backend, call: Call) -> tuple[str, ...]:
 
 
 def support(backend: Backend, case: Case, device: torch.device, capability: tuple[int, int] | None) -> tuple[bool, str]:
-    """Whether a backend runs the feature that a case stands for, if only without gradients or in 16 bits, and in words:
-    "yes", under which of these limits, or the first reason against it.
+    """Whether a backend runs the feature that a case stands for, if only in 16 bits, or without gradients of the bias or
+    of anything, and in words: "yes", under which of these limits, or the first reason against it.
     """
     call = call_of(case, device, capability)
     reasons = refusals(backend, call)
@@ -612,9 +612,10 @@ def support(backend: Backend, case: Case, device: torch.device, capability: tupl
     if case.dtype == torch.float32 and case.autocast is None and case.feature != str(torch.float32):
         calls["in 16 bits"] = call_of(dataclasses.replace(case, dtype=torch.bfloat16), device, capability)
     for limit, candidate in calls.items():
-        for needs in (candidate.needs, ()):
+        unbiased = tuple(role for role in candidate.needs if not role.endswith("bias"))
+        for needs, less in ((candidate.needs, ""), (unbiased, "without bias's gradient"), ((), "without gradients")):
             if not refusals(backend, dataclasses.replace(candidate, needs=needs)):
-                return True, ", ".join(word for word in (limit, "" if needs else "without gradients") if word)
+                return True, ", ".join(word for word in (limit, less) if word)
     return False, reasons[0]
 
 
