@@ -601,8 +601,8 @@ def refusals(backend: Backend, call: Call) -> tuple[str, ...]:
 
 
 def support(backend: Backend, case: Case, device: torch.device, capability: tuple[int, int] | None) -> tuple[bool, str]:
-    """Whether a backend runs the feature that a case stands for, if only in 16 bits, or without gradients of the bias or
-    of anything, and in words: "yes", under which of these limits, or the first reason against it.
+    """Whether a backend runs the feature that a case stands for, if only in 16 bits, or without a gradient of the bias,
+    or without any, and in words: "yes", under which of these limits, or the first reason against it.
     """
     call = call_of(case, device, capability)
     reasons = refusals(backend, call)
