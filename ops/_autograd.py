@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_legacy_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_legacy_batchedtensor
 from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
@@ -228,10 +228,11 @@ class _Forward(torch.autograd.Function):
         op: Op = ctx.op
         count = len(op.gradients)
         needs = tuple(ctx.needs_input_grad[2 : 2 + count])
+        saved = ctx.saved_tensors  # unpacked once: a checkpoint allows no more
 
         def pull(*upstream: Tensor | None) -> Tensors:
             return cast("Tensors", _apply(
-                _Backward, op, ctx.box, len(upstream), needs, *upstream, *ctx.saved_tensors, *ctx.static
+                _Backward, op, ctx.box, len(upstream), needs, *upstream, *saved, *ctx.static
             ))
 
         found = _each(pull, grads[:-1])
@@ -312,19 +313,26 @@ def _each(pull: Callable[..., Tensors], grads: Sequence[Tensor | None]) -> Tenso
     """What is pulled back from gradients, one after another where they are a batch: ``is_grads_batched=True`` hands on
     tensors of a kind of its own, whose memory kernels would take for that of one gradient.
     """
-    level = 1  # PyTorch makes no batches of batches here
-    batches = {
-        i: torch._remove_batch_dim(g, level, 0, 0) for i, g in enumerate(grads)
-        if g is not None and is_legacy_batchedtensor(g)
-    }
+    level = 1
+    batches = {i: torch._remove_batch_dim(g, level, 0, 0) for i, g in enumerate(grads) if _is_batch(g)}
     if not batches:
         return pull(*grads)
-    (size,) = {len(batch) for batch in batches.values()}
+    size, *others = {0 if _is_batch(batch) or is_batchedtensor(batch) else len(batch) for batch in batches.values()}
+    if others or size == 0:
+        raise NotImplementedError(
+            "is_grads_batched=True inside another vmap is not supported; nest torch.func.vmap over torch.func.vjp"
+        )
     each = [pull(*[batches[i][k] if i in batches else g for i, g in enumerate(grads)]) for k in range(size)]
     return tuple([
         None if parts[0] is None else torch._add_batch_dim(torch.stack(parts), 0, level)
         for parts in zip(*each, strict=True)
     ])
+
+
+def _is_batch(grad: Tensor | None) -> bool:
+    while grad is not None and is_batchedtensor(grad):
+        grad = get_unwrapped(grad)
+    return grad is not None and is_legacy_batchedtensor(grad)
 
 
 def _pick(flat: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:

@@ -32,8 +32,13 @@ def _forward(prepare: Prepare, args: LinearLogpArgs) -> tuple[tuple[Tensor | Non
     labels = softmax.labels
     s, residual = (softmax.keep(), softmax) if any(args.needs) else (softmax.statistics(), None)
     logp = labels.poisoned(s.target_logit - s.lse)
-    entropy = None if s.entropy is None else labels.masked(s.entropy)
-    return (logp, entropy, labels.masked(s.lse) if args.return_lse else None), residual
+
+    def own(rows: Tensor) -> Tensor:
+        """For the caller, who may write to it: the backward reads the statistics themselves."""
+        return rows.clone() if labels.valid is None else labels.masked(rows)
+
+    entropy = None if s.entropy is None else own(s.entropy)
+    return (logp, entropy, own(s.lse) if args.return_lse else None), residual
 
 
 def _backward(

@@ -142,7 +142,10 @@ class TorchSoftmax(Softmax):
             else:
                 part.copy_(self._general(part, rows, factor[i], lse, tokens, by, chain))
         labels = self.labels[tokens]
-        held.scatter_(0, labels.index[None], self._at_label(statistics, labels, tokens, by, chain)[None].to(held.dtype))
+        at_label = self._at_label(statistics, labels, tokens, by, chain)[None].to(held.dtype)
+        if held.itemsize == 2:  # as bits: of 16-bit numbers on a CPU, PyTorch makes an fp32 copy of all
+            held, at_label = held.view(torch.int16), at_label.view(torch.int16)
+        held.scatter_(0, labels.index[None], at_label)
 
     def _general(
         self, part: Tensor, rows: slice, factor: Tensor, lse: Tensor, tokens: slice, by: Coefficients,

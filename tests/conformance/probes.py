@@ -294,6 +294,24 @@ def _repeated_backward(context: Context) -> None:
             context.compare(problem, result, upstream=arrives, note=f"{reduction}, backward {i + 1}: ")
 
 
+@probe("written-outputs")
+def _written_outputs(context: Context) -> None:
+    """Outputs are the caller's: what is written to them leaves the gradients alone."""
+    asked: dict[str, Any] = {"ignore_index": None} if context.check.op == "linear_logp" else {"reduction": "none"}
+    more = {"return_entropy": True, "return_lse": True} if context.check.op == "linear_logp" else {}
+    for options, mb in itertools.product((asked, {**asked, **more}) if more else (asked,), (None, CHUNKED_MB)):
+        problem = context.problem(N=_tokens(context, 40), options=options, ignored=0.0, budget_mb=mb)
+        if options != asked and context.backend.reject(context.op.explain(**problem.tensors, **problem.options).call):
+            continue
+        tensors = oracles.leaves(problem)
+        found = _forward(context, problem, tensors)
+        result = oracles.Result({n: t.detach().clone() for n, t in found.items()})
+        for t in found.values():
+            t.detach().fill_(7)
+        result.gradients = _gradients(problem, found, tensors, problem.upstream)
+        context.compare(problem, result, note=f"{', '.join(options)}, {mb} MiB: ")
+
+
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return (a is None) == (b is None) and (a is None or b is None or torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)))
 

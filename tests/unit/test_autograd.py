@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import gradcheck, gradgradcheck
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
 from headmux import errors, get_op
 from headmux.ops import _autograd
@@ -111,6 +112,33 @@ def test_a_batch_of_gradients_of_each_output() -> None:
     for i in range(4):
         one = torch.autograd.grad(out[:2], (x, w), [g[i] for g in given], retain_graph=True)
         assert_close([f[i] for f in found], list(one))
+
+
+def test_a_batch_of_gradients_through_a_checkpoint() -> None:
+    x, w, _ = _leaves()
+
+    def out(op: Any) -> Any:
+        return checkpoint(lambda x, w: op(x, w, D["t"], reduction="none"), x, w, use_reentrant=False)
+
+    flce, given = get_op("flce"), torch.eye(N, dtype=torch.float64)
+    found, wanted = (
+        torch.autograd.grad(out(op), (x, w), given, is_grads_batched=True) for op in (flce, flce.reference)
+    )
+    assert_close(found, wanted)
+
+
+def test_batches_of_batches_are_refused() -> None:
+    x, w, _ = _leaves()
+    out = get_op("flce")(x, w, D["t"], reduction="none")
+
+    def batch(given: Tensor) -> Any:
+        return torch.autograd.grad(out, (x, w), given, retain_graph=True, is_grads_batched=True)
+
+    given = torch.randn(2, 3, N, dtype=torch.float64)
+    for nested in (lambda: torch.func.vmap(batch)(given),
+                   lambda: torch._vmap_internals._vmap(lambda s: tuple(s * g for g in batch(given[0])))(torch.ones(2))):
+        with pytest.raises(NotImplementedError, match=r"nest torch\.func\.vmap over torch\.func\.vjp"):
+            nested()
 
 
 @every_loss

@@ -168,3 +168,15 @@ def test_logits_are_formed_again_only_where_there_is_no_room_for_them(
         logp.sum().backward()
     repeated = sum(formed) - tokens * vocabulary
     assert 0 < repeated < tokens * vocabulary if again else repeated == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_no_more_than_the_held_logits_is_allocated_at_once(dtype: torch.dtype) -> None:
+    tokens, hidden, vocabulary = 200, 8, 8000
+    states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocabulary, hidden, dtype=dtype, requires_grad=True)
+    target = torch.randint(0, vocabulary, (tokens,))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        get_op("flce")(states, weight, target, impl="torch").backward()
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert tokens * vocabulary < largest <= tokens * vocabulary * dtype.itemsize + MIB
