@@ -314,7 +314,9 @@ def _each(pull: Callable[..., Tensors], grads: Sequence[Tensor | None]) -> Tenso
     tensors of a kind of its own, whose memory kernels would take for that of one gradient.
     """
     level = 1
-    batches = {i: torch._remove_batch_dim(g, level, 0, 0) for i, g in enumerate(grads) if _is_batch(g)}
+    batches = {
+        i: torch._remove_batch_dim(g, level, 0, 0) for i, g in enumerate(grads) if g is not None and _is_batch(g)
+    }
     if not batches:
         return pull(*grads)
     size, *others = {0 if _is_batch(batch) or is_batchedtensor(batch) else len(batch) for batch in batches.values()}
@@ -329,10 +331,10 @@ def _each(pull: Callable[..., Tensors], grads: Sequence[Tensor | None]) -> Tenso
     ])
 
 
-def _is_batch(grad: Tensor | None) -> bool:
-    while grad is not None and is_batchedtensor(grad):
+def _is_batch(grad: Tensor) -> bool:
+    while is_batchedtensor(grad):
         grad = get_unwrapped(grad)
-    return grad is not None and is_legacy_batchedtensor(grad)
+    return is_legacy_batchedtensor(grad)
 
 
 def _pick(flat: Sequence[Any], dims: Sequence[Any], index: int) -> list[Any]:
