@@ -33,7 +33,6 @@ _SEED = 20240
 _AHEAD_CYCLES = 2_000_000
 
 
-
 @dataclass(frozen=True)
 class Step:
     """One step.
@@ -71,7 +70,7 @@ class Inputs:
         kept: [V, N] logits.
         raw: The same, which a step may overwrite.
         states: [N, H].
-        weight: [V, H].
+        head: Of those states and a [V, H] weight.
         ones: [N] fp32.
         steps: Name to step.
     """
@@ -81,8 +80,8 @@ class Inputs:
         self.make = torch.Generator(device).manual_seed(_SEED)
         self.kept, self.raw = self.logits(dtype), self.logits(dtype)
         self.states = torch.empty(shape.n, shape.h, dtype=dtype, device=device).normal_(generator=self.make)
-        self.weight = torch.empty(shape.v, shape.h, dtype=dtype, device=device).normal_(generator=self.make)
-        self.weight.mul_(shape.h**-0.5)
+        weight = torch.empty(shape.v, shape.h, dtype=dtype, device=device).normal_(generator=self.make)
+        self.head = Head(self.states, weight.mul_(shape.h**-0.5), None, dtype, 1.0, None, 1.0)
         self.ones = torch.ones(shape.n, device=device)
         self.steps = _STEPS[impl](self)
 
@@ -111,9 +110,8 @@ def _triton(x: Inputs) -> dict[str, Step]:
     from headmux.backends.triton.softmax import TritonSoftmax
 
     labels = _labels(x, launch.admit)
-    head = Head(x.states, x.weight, None, x.dtype, 1.0, None, 1.0)
     dots = x.kept.gather(0, labels.index[None])[0].float()
-    transform = launch.Transform(head, slice(0, x.shape.n))
+    transform = launch.Transform(x.head, slice(0, x.shape.n))
     found, rest = launch.statistics(x.kept, transform, Wanted(), labels, dots)
     by = Coefficients(x.ones, x.ones)
     student, teacher = (
@@ -131,7 +129,7 @@ def _triton(x: Inputs) -> dict[str, Step]:
     if x.dtype == torch.float16:  # whose logits never become exponentials
         del steps["exponentiate"]
     steps |= _shared(x, partial(launch.diverge, student, teacher, valid=labels.valid), launch.scale_rows)
-    return steps | {"grad_weight": _grad_weight(x, _softmax(TritonSoftmax, x, head, labels))}
+    return steps | {"grad_weight": _grad_weight(x, _softmax(TritonSoftmax, x, labels))}
 
 
 def _cutedsl(x: Inputs) -> dict[str, Step]:
@@ -146,18 +144,17 @@ def _cutedsl(x: Inputs) -> dict[str, Step]:
 
     student, teacher = side(), side()
     steps = _shared(x, partial(divergence.diverge, student, teacher, chain=1.0), launch.scale_rows)
-    head = Head(x.states, x.weight, None, x.dtype, 1.0, None, 1.0)
-    softmax = _softmax(CuteSoftmax, x, head, _labels(x, launch.admit))
+    softmax = _softmax(CuteSoftmax, x, _labels(x, launch.admit))
     held = x.logits(torch.float32)
     products: dict[str, Callable[[], object]] = {
         "logits_statistics": softmax.statistics,
         "logits_exponentials": lambda: softmax.look(slice(0, x.shape.n), x.raw),
-        "logits_fp32": lambda: logits(x.states, x.weight, None, held, scale=1.0, softcap=None),
+        "logits_fp32": lambda: logits(x.states, x.head.weight, None, held, scale=1.0, softcap=None),
     }
     if x.dtype == torch.float16:
         del products["logits_exponentials"]
     out = torch.empty_like(x.kept)
-    beside = partial(torch.mm, x.weight, x.states.t(), out=out)
+    beside = partial(torch.mm, x.head.weight, x.states.t(), out=out)
     work = 2 * x.shape.n * x.shape.h * x.shape.v
     steps |= {name: Step(work, run, beside) for name, run in products.items()}
     return steps | {"grad_weight": _grad_weight(x, softmax)}
@@ -168,8 +165,8 @@ def _labels(x: Inputs, admit: Callable[..., tuple[Labels, Tensor]]) -> Labels:
     return admit(x.states, target, IGNORE, x.shape.v, torch.float32)[0]
 
 
-def _softmax(of: Callable[..., Softmax], x: Inputs, head: Head, labels: Labels) -> Softmax:
-    return of(head, labels, Wanted(proportional=True), (True, True, False), (x.dtype,) * 3, None)
+def _softmax(of: Callable[..., Softmax], x: Inputs, labels: Labels) -> Softmax:
+    return of(x.head, labels, Wanted(proportional=True), (True, True, False), (x.dtype,) * 3, None)
 
 
 def _grad_weight(x: Inputs, softmax: Softmax) -> Step:

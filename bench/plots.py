@@ -24,8 +24,9 @@ _WIDTH = 8.6
 _DPI = 140
 _CAP = 3.0  # times the floor: what is drawn of slow peers
 _COLOURS = 128  # of the palette of a file, at most, which keeps it small
-Colour = tuple[int, int, int]
 _NEIGHBOURS = 12.0  # colours that are no farther apart share one
+
+Colour = tuple[int, int, int]
 
 
 @dataclass(frozen=True)

@@ -25,5 +25,5 @@ _ORDER = ("cutedsl", "triton", "torch")
 
 def default_order(call: Call) -> tuple[str, ...]:
     """Names of the built-in backends for this call, best first."""
-    del call  # of every op and size measured
+    del call  # the same for every op and size
     return _ORDER

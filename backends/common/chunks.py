@@ -24,7 +24,6 @@ Fill = Callable[[slice, Tensor], "Tensor | None"]
 """``fill(tokens, held)`` leaves the logits' gradient of these tokens in ``held`` [V, n], but for a factor [n] that it
 returns, if not None."""
 
-
 Place = tuple[slice, Tensor]
 """Tokens, and room for their logits or the gradient of those, [V, n]."""
 

@@ -34,8 +34,8 @@ def _forward(prepare: Prepare, args: LinearLogpArgs) -> tuple[tuple[Tensor | Non
     logp = labels.poisoned(s.target_logit - s.lse)
 
     def own(rows: Tensor) -> Tensor:
-        """For the caller, who may write to it: the backward reads the statistics themselves."""
-        return rows.clone() if labels.valid is None else labels.masked(rows)
+        """For the caller, who may write to it: a backward reads the statistics themselves."""
+        return labels.masked(rows) if residual is None or labels.valid is not None else rows.clone()
 
     entropy = None if s.entropy is None else own(s.entropy)
     return (logp, entropy, own(s.lse) if args.return_lse else None), residual

@@ -54,11 +54,6 @@ def _roles(context: Context) -> tuple[str, ...]:
     return gradient_roles(context.check.op)
 
 
-def _tokens(context: Context, count: int) -> int:
-    """So many tokens, or half of them where an interpreter of kernels would take long."""
-    return count // 2 if is_interpreted(context.backend) else count
-
-
 def _forward(context: Context, problem: Problem, tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
     context.admit(problem, tensors)
     with oracles.context(problem):
@@ -278,7 +273,7 @@ def _repeated_backward(context: Context) -> None:
     """A second and third backward are right, and leave the first one's gradients alone."""
     for reduction, mb in itertools.product(_reductions(context), (None, CHUNKED_MB)):
         options = _options(context, reduction=reduction, accum_dtype=torch.float32)
-        problem = context.problem(N=_tokens(context, 70), options=options, bias=torch.float32, budget_mb=mb)
+        problem = context.problem(N=70, options=options, bias=torch.float32, budget_mb=mb)
         tensors = oracles.leaves(problem)
         found = _forward(context, problem, tensors)
         kept: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
@@ -300,7 +295,7 @@ def _written_outputs(context: Context) -> None:
     asked: dict[str, Any] = {"ignore_index": None} if context.check.op == "linear_logp" else {"reduction": "none"}
     more = {"return_entropy": True, "return_lse": True} if context.check.op == "linear_logp" else {}
     for options, mb in itertools.product((asked, {**asked, **more}) if more else (asked,), (None, CHUNKED_MB)):
-        problem = context.problem(N=_tokens(context, 40), options=options, ignored=0.0, budget_mb=mb)
+        problem = context.problem(N=40, options=options, ignored=0.0, budget_mb=mb)
         if options != asked and context.backend.reject(context.op.explain(**problem.tensors, **problem.options).call):
             continue
         tensors = oracles.leaves(problem)
@@ -773,7 +768,7 @@ def _equal_rows(context: Context) -> None:
 @probe("chunks")
 def _chunks(context: Context) -> None:
     """However small the budget, results stay within their own, and fp32 sums lose nothing (1.1 times one chunk's)."""
-    tokens = 40 if is_interpreted(context.backend) else 256
+    tokens = 96 if is_interpreted(context.backend) else 256
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         errors: dict[str, list[float]] = {}
         for mb in (64.0, 0.1, 0.02, 0.004):
@@ -848,8 +843,8 @@ def _poisoned_memory(context: Context) -> None:
     """Every element of a result is written on every path: fresh memory that holds NaN does not show."""
     for reduction, mb in itertools.product(_reductions(context), (None, CHUNKED_MB)):
         problem = context.problem(
-            N=_tokens(context, 70), options=_options(context, reduction=reduction), bias=torch.float32, ignored=0.4,
-            budget_mb=mb, forward=True,
+            N=70, options=_options(context, reduction=reduction), bias=torch.float32, ignored=0.4, budget_mb=mb,
+            forward=True,
         )  # fmt: skip
         want = context.run(problem)
         with Poisoned():
@@ -862,7 +857,7 @@ def _poisoned_memory(context: Context) -> None:
 def _memory(context: Context) -> None:
     """No tensor is larger than the budget, weight's gradient in fp32, or input's: N * V is far out of reach."""
     mb = 0.25
-    tokens = 64 if is_interpreted(context.backend) else 512
+    tokens = 192 if is_interpreted(context.backend) else 512
     for dtype in (None, torch.bfloat16):
         fields = {} if dtype is None else {"dtype": dtype}
         for reduction, wanted in ((_reductions(context)[0], True), ("none", True), ("none", False)):
@@ -883,9 +878,8 @@ def _deterministic(context: Context) -> None:
     """The same call gives the same bits."""
     for reduction, mb in itertools.product(_reductions(context), (None, CHUNKED_MB)):
         problem = context.problem(
-            N=_tokens(context, 70), options=_options(context, reduction=reduction), bias=torch.float32, budget_mb=mb,
-            forward=True,
-        )  # fmt: skip
+            N=70, options=_options(context, reduction=reduction), bias=torch.float32, budget_mb=mb, forward=True
+        )
         first = context.run(problem)
         for _ in range(2):
             again = context.run(problem)
