@@ -28,8 +28,7 @@ TYPED = {"dispatch": "headmux", "ops": "headmux.ops"}
 def _install(session: nox.Session, *extras: str, triton: str | None = None) -> None:
     """Install PyTorch and headmux as a wheel, so that what is tested is what ships, and that Triton."""
     there = [] if triton is None or not HAS_TRITON else TRITON[triton]
-    # what is imported is compiled then: PyTorch's thousands of files take pip longer than unpacking them
-    session.install("--no-compile", TORCH, *there, f".[{','.join(extras)}]" if extras else ".")
+    session.install(TORCH, *there, f".[{','.join(extras)}]" if extras else ".")
 
 
 @nox.session
