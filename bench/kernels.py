@@ -112,7 +112,7 @@ def _triton(x: Inputs) -> dict[str, Step]:
     labels = _labels(x, launch.admit)
     dots = x.kept.gather(0, labels.index[None])[0].float()
     transform = launch.Transform(x.head, slice(0, x.shape.n))
-    found, rest = launch.statistics(x.kept, transform, Wanted(), labels, dots)
+    _, parts = launch.statistics(x.kept, transform, Wanted(), labels, dots)
     by = Coefficients(x.ones, x.ones)
     student, teacher = (
         launch.Side(raw, transform, launch.logsumexp(raw, transform))
@@ -122,11 +122,11 @@ def _triton(x: Inputs) -> dict[str, Step]:
         "look": Step(x.moved(1), lambda: launch.statistics(x.kept, transform, Wanted(), labels, dots)),
         "exponentiate": Step(x.moved(2), lambda: launch.exponentials(x.raw, transform, labels, dots)),
         "to_gradient": Step(
-            x.moved(2), lambda: launch.to_gradient(x.raw, transform, labels, dots, rest, found.lse, by)
+            x.moved(2), lambda: launch.to_gradient(x.raw, transform, labels, dots, parts, by)
         ),
         "look_fp32": Step(x.moved(wide=1), lambda: launch.logsumexp(student.raw, transform)),
     }
-    if x.dtype == torch.float16:  # whose logits never become exponentials
+    if x.dtype != torch.bfloat16:  # no others become exponentials
         del steps["exponentiate"]
     steps |= _shared(x, partial(launch.diverge, student, teacher, valid=labels.valid), launch.scale_rows)
     return steps | {"grad_weight": _grad_weight(x, _softmax(TritonSoftmax, x, labels))}

@@ -93,7 +93,7 @@ class Softmax(ABC):
         dtypes: tuple[torch.dtype, ...],
         accum_dtype: torch.dtype | None,
     ) -> None:
-        self.head, self.labels, self.wanted = head, labels, wanted
+        self.head, self.labels, self.wanted, self.needs = head, labels, wanted, needs
         self.tokens, self.hidden = head.input.shape
         self.vocabulary = head.weight.shape[0]
         self.prepare()
@@ -124,11 +124,11 @@ class Softmax(ABC):
         """Hold logits in the operands' dtype, where their product leaves them; nothing of their size is held beside."""
         self.held_dtype = self.block_dtype = self.head.dtype
         self.copies = 1
-        # As few blocks as 64 MiB allow, with scaled states and partial statistics beside, but where chunks in a buffer
-        # follow, as many tokens as that can hold. Blocks of 16 MiB, of 2048 rows at 4096 tokens and H = 4096, are
-        # products of two waves of tiles each, smaller ones are slower.
+        # As few blocks as 60 MiB allow, with scaled states and partial statistics beside, but where logits are held in
+        # a buffer, as many tokens as that can hold. Blocks of 24 MiB, of 3072 rows at 4096 tokens and H = 4096, are
+        # products of three waves of tiles each; those of 16 MiB, of two, are slower.
         states = self.head.input.numel() * self.held_dtype.itemsize
-        most = 48 * MIB - states if self.tokens <= self.hidden else 0
+        most = 56 * MIB - states if self.needs[1] and self.tokens <= self.hidden else 0
         self.block_bytes = min(32 * MIB, max(16 * MIB, most))
 
     @abstractmethod

@@ -13,6 +13,7 @@ import os
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import libdevice
 
 _INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET", "0") == "1")
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -45,21 +46,21 @@ def _inverse(divisors, inverse, c, here):
 
 
 @triton.jit
-def _bias(bias, row, mask):
-    """The bias of classes ``row``; one of -inf masks a class, and stays finite."""
-    if bias is None:
-        return 0.0
-    else:
-        return tl.maximum(tl.load(bias + row, mask=mask, other=0.0).to(tl.float32), _MASKED)
+def _biased(raw, UNIT: tl.constexpr, bias, row, mask):
+    """UNIT * raw plus the bias of classes ``row``; one of -inf masks a class, and stays finite."""
+    z = raw * UNIT
+    if bias is not None:
+        z += tl.maximum(tl.load(bias + row, mask=mask, other=0.0).to(tl.float32), _MASKED)
+    return z
 
 
 @triton.jit
-def _bits(raw, bias, unit, scale, softcap, inverse):
-    """softcap(scale * (unit * raw + bias)) / temperature / log 2."""
+def _bits(z, scale, softcap, inverse):
+    """softcap(scale * z) / temperature / log 2."""
     if softcap is None:
-        return (raw * unit + bias) * (scale * inverse * _LOG2E)
+        return z * (scale * inverse * _LOG2E)
     else:
-        return _tanh((raw * unit + bias) * (scale / softcap)) * (softcap * inverse * _LOG2E)
+        return _tanh(z * (scale / softcap)) * (softcap * inverse * _LOG2E)
 
 
 @triton.jit
@@ -73,10 +74,37 @@ def _tanh(x):
 
 
 @triton.jit
-def _slope(raw, bias, unit, scale, softcap):
+def _log2(x):
+    """log2 by the special-function unit, to 2^-22."""
+    if _INTERPRETED:
+        return tl.log2(x)
+    else:
+        return libdevice.fast_log2f(x)
+
+
+@triton.jit
+def _slope(z, scale, softcap):
     """1 - tanh^2, the softcap's part of a logit's derivative."""
-    e = tl.exp2(tl.abs((raw * unit + bias) * (scale / softcap)) * (-2.0 * _LOG2E))
+    e = tl.exp2(tl.abs(z * (scale / softcap)) * (-2.0 * _LOG2E))
     return 4.0 * e / ((1.0 + e) * (1.0 + e))
+
+
+@triton.jit
+def _share(n, V, rows, BN: tl.constexpr, FORTH: tl.constexpr):
+    """Which part of the classes a program has, its first class and the one after its last, its tokens, and whether
+    there are those.
+
+    Programs go forth, from the first classes on, or back: one that follows on another pass over the logits goes the
+    other way, for what that has touched last is still in the second-level cache.
+    """
+    number = tl.program_id(0)
+    if not FORTH:
+        number = tl.num_programs(0) - 1 - number
+    columns = tl.cdiv(n, BN)
+    part = number // columns
+    low = part * rows
+    c = (number % columns) * BN + tl.arange(0, BN)
+    return part, low, tl.minimum(low + rows, V), c, c < n
 
 
 @triton.jit
@@ -108,9 +136,10 @@ def scale_rows(X, x_row, x_column, factors, n, H, out, BN: tl.constexpr, BH: tl.
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def look(
-    S, stride, n, V, labels, bias, divisors, weights, unit, scale, softcap, inverse, partials, rows, parts,
+    S, stride, n, V, labels, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap, inverse,
+    partials, rows, parts,
     ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr, EVEN: tl.constexpr,
-    R: tl.constexpr, BN: tl.constexpr,
+    R: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Statistics of ``rows`` classes for BN tokens: ``partials`` [2 + ENTROPY + SMOOTHED + BEST, parts, n].
 
@@ -119,12 +148,7 @@ def look(
     to be another one, what the sums hold of it may be more than all the others, and cannot be subtracted. EVEN tells
     that ``rows`` and V are multiples of R.
     """
-    columns = tl.cdiv(n, BN)
-    part = tl.program_id(0) // columns
-    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
-    here = c < n
-    low = part * rows
-    high = tl.minimum(low + rows, V)
+    part, low, high, c, here = _share(n, V, rows, BN, FORTH=False)
     inverse = _inverse(divisors, inverse, c, here)
     if divisors is not None:
         inverse = inverse[None, :]
@@ -135,17 +159,14 @@ def look(
     moment = tl.zeros((BN,), tl.float32)
     smoothed = tl.zeros((BN,), tl.float32)
     best = tl.full((BN,), _NO_INDEX, tl.int32)
-    for v in range(low, high, R):
+    for v in tl.range(low, high, R, num_stages=STAGES):
         row = v + tl.arange(0, R)
         there = row < high
         mask = here[None, :]
         if not EVEN:
             mask = mask & there[:, None]
         raw = tl.load(S + row[:, None].to(tl.int64) * stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
-        shift = _bias(bias, row, there)
-        if bias is not None:
-            shift = shift[:, None]
-        y = _bits(raw, shift, unit, scale, softcap, inverse)
+        y = _bits(_biased(raw, UNIT, bias, row[:, None], there[:, None]), scale, softcap, inverse)
         if bias is not None:
             y = tl.maximum(y, _LOWEST)
         if SMOOTHED:
@@ -196,19 +217,15 @@ def exponentiate(
     lies so far above it that its exponential would not fit: then m is raised to that logit, and what the program has
     stored for that token is scaled down. m / log 2 is rounded to an integer, so that scaling is exact.
     """
-    columns = tl.cdiv(n, BN)
-    part = tl.program_id(0) // columns
-    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
-    here = c < n
-    low = part * rows
-    high = tl.minimum(low + rows, V)
+    part, low, high, c, here = _share(n, V, rows, BN, FORTH=False)
     inverse = _inverse(divisors, inverse, c, here)
     counted = here
     if valid is not None:
         counted = tl.load(valid + c, mask=here, other=0) != 0
     label = tl.load(labels + c, mask=here, other=0).to(tl.int32)
     dot = tl.load(dots + c, mask=counted, other=0.0)
-    top = tl.ceil(tl.maximum(_bits(dot, _bias(bias, label, counted), 1.0, scale, None, inverse), _LOWEST))
+    top = _bits(_biased(dot, 1.0, bias, label, counted), scale, None, inverse)
+    top = tl.ceil(tl.maximum(top, _LOWEST))
     if divisors is not None:
         inverse = inverse[None, :]
     total = tl.zeros((BN,), tl.float32)
@@ -222,10 +239,7 @@ def exponentiate(
             known = known & there[:, None]
         place = S + row[:, None].to(tl.int64) * stride + c[None, :]
         raw = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        shift = _bias(bias, row, there)
-        if bias is not None:
-            shift = shift[:, None]
-        y = _bits(raw, shift, 1.0, scale, None, inverse)
+        y = _bits(_biased(raw, 1.0, bias, row[:, None], there[:, None]), scale, None, inverse)
         if bias is not None:
             y = tl.maximum(y, _LOWEST)
         if valid is not None or not EVEN:
@@ -262,12 +276,7 @@ def settle(
     """Exponentials against one m for each token, which they are already unless one was raised, and at the label what
     makes them a multiple of p - [j = y]: minus the sum of the others. ``statistics`` as ``combine`` leaves them.
     """
-    columns = tl.cdiv(n, BN)
-    part = tl.program_id(0) // columns
-    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
-    here = c < n
-    low = part * rows
-    high = tl.minimum(low + rows, V)
+    part, low, high, c, here = _share(n, V, rows, BN, FORTH=False)
     mine = tl.load(partials + part.to(tl.int64) * n + c, mask=here, other=0.0)
     top = tl.load(statistics + 3 * n + c, mask=here, other=0.0)
     if tl.max((top > mine).to(tl.int32), 0) > 0:
@@ -289,19 +298,19 @@ def settle(
 
 @triton.jit(do_not_specialize=["parts"])
 def combine(
-    partials, parts, n, S, stride, labels, valid, dots, bias, divisors, weights, unit, scale, softcap, inverse,
-    out, best_out,
-    APART: tl.constexpr, EXPONENTIALS: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr,
+    partials, parts, n, S, stride, labels, valid, dots, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap,
+    inverse, out, best_out,
+    EXPONENTIALS: tl.constexpr, ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr,
     BP: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Statistics of BN tokens from their parts in a fixed order: ``out`` [..., n], the logsumexp; with ``labels`` the
-    logit at the label and 1 - p there; and what else is wanted. 0 where a token is not valid. With APART, ``out``
-    [2, n] has m and the logarithm of the sum of e instead, both / log 2.
+    """Statistics of BN tokens from their parts in a fixed order: without ``labels``, ``out`` [2, n] gets the largest
+    logit m and the logarithm of the sum of exponentials against it, both / log 2. Else ``out`` [..., n] gets, 0 where a
+    token is not valid, the logsumexp, the logit at the label and 1 - p there, those two, and what else is wanted.
 
     The logit at each label is that of the fp32 ``dots``, in place of the one that S holds. With ENTROPY the parts leave
-    that one out. With EXPONENTIALS, the parts are those of ``exponentiate``, and ``out`` has m / log 2, the sum of the
-    exponentials but the label's, and the factor that makes p of an exponential, and exactly 1 - p of that sum as it is
-    stored.
+    that one out. With EXPONENTIALS, the parts are those of ``exponentiate``, and in place of those two come its m, the
+    sum of the exponentials but the label's, and the factor that makes p of an exponential, and exactly 1 - p of that
+    sum as it is stored.
     """
     c = tl.program_id(0) * BN + tl.arange(0, BN)
     here = c < n
@@ -335,16 +344,16 @@ def combine(
     if labels is not None:
         label = tl.load(labels + c, mask=here, other=0)
         inverse = _inverse(divisors, inverse, c, here)
-        shift = _bias(bias, label, here)
         if not EXPONENTIALS:
             held = tl.load(S + label * stride + c, mask=here, other=0.0).to(tl.float32)
-            held = _bits(held, shift, unit, scale, softcap, inverse)
+            held = _bits(_biased(held, UNIT, bias, label, here), scale, softcap, inverse)
             if bias is not None:
                 held = tl.maximum(held, _LOWEST)
         others = total
         if not (EXPONENTIALS or ENTROPY):
             others = tl.maximum(total - tl.exp2(held - top), 0.0)
-        exact = _bits(tl.load(dots + c, mask=here, other=0.0), shift, 1.0, scale, softcap, inverse)
+        dot = tl.load(dots + c, mask=here, other=0.0)
+        exact = _bits(_biased(dot, 1.0, bias, label, here), scale, softcap, inverse)
         if bias is not None:
             exact = tl.maximum(exact, _LOWEST)
         # where the label's logit as it was rounded was all there is, nothing may be measured against that
@@ -370,17 +379,19 @@ def combine(
             smoothed += weight * (exact - held)
         top = peak
     log_total = tl.log2(total)
-    if APART:
+    if labels is None:
         tl.store(out + c, top, mask=here)
         tl.store(out + n + c, log_total, mask=here)
     else:
         tl.store(out + c, _kept((top + log_total) * _LN2, valid, c, here), mask=here)
-    if ENTROPY:
-        entropy = _kept((log_total - moment / total) * _LN2, valid, c, here)
-        tl.store(out + (1 + 2 * (labels is not None)) * n + c, entropy, mask=here)
-    if SMOOTHED:
-        smoothed = _kept(smoothed * _LN2, valid, c, here)
-        tl.store(out + (1 + 2 * (labels is not None) + ENTROPY) * n + c, smoothed, mask=here)
+        if not EXPONENTIALS:
+            tl.store(out + 3 * n + c, _kept(top, valid, c, here), mask=here)
+            tl.store(out + 4 * n + c, _kept(log_total, valid, c, here), mask=here)
+        if ENTROPY:
+            entropy = _kept((log_total - moment / total) * _LN2, valid, c, here)
+            tl.store(out + 5 * n + c, entropy, mask=here)
+        if SMOOTHED:
+            tl.store(out + (5 + ENTROPY) * n + c, _kept(smoothed * _LN2, valid, c, here), mask=here)
     if BEST:
         tl.store(best_out + c, best.to(tl.int64), mask=here)
 
@@ -415,23 +426,21 @@ def dots_at_labels(
 
 @triton.jit(do_not_specialize=["rows"])
 def to_gradient(
-    S, stride, n, V, labels, valid, bias, divisors, weights, unit, scale, softcap, inverse,
-    lse, dots, rest, softmax, label_part, entropy, smoothing, rows,
-    EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+    S, stride, n, V, labels, valid, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap, inverse,
+    dots, parts, softmax, label_part, entropy, smoothing, rows,
+    EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``rows`` classes of S become the gradient with respect to the raw logits, 0 where a token is not valid; formed in
     fp32 and rounded once.
 
     See ``headmux.backends.common.softmax.Coefficients``, of which ``softmax``, ``label_part``, ``entropy`` and
-    ``smoothing`` are the parts. ``dots`` are the raw logits at the labels, ``rest`` is 1 - p there.
+    ``smoothing`` are the parts. ``dots`` are the raw logits at the labels, ``parts`` [3, n] are 1 - p there and the
+    logsumexp in two parts, as ``combine`` leaves them.
     """
-    columns = tl.cdiv(n, BN)
-    low = (tl.program_id(0) // columns) * rows
-    high = tl.minimum(low + rows, V)
-    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
-    here = c < n
+    _, low, high, c, here = _share(n, V, rows, BN, FORTH=True)
     inverse = _inverse(divisors, inverse, c, here)
-    lse_bits = tl.load(lse + c, mask=here, other=0.0) * _LOG2E
+    top = tl.load(parts + n + c, mask=here, other=0.0)
+    log_total = tl.load(parts + 2 * n + c, mask=here, other=0.0)
     factor = tl.load(softmax + c, mask=here, other=0.0)
     slant = 0.0
     if entropy is not None:
@@ -442,7 +451,7 @@ def to_gradient(
     counted = here
     if valid is not None:
         counted = tl.load(valid + c, mask=here, other=0) != 0
-    for v in range(low, high, R):
+    for v in tl.range(low, high, R, num_stages=STAGES):
         row = v + tl.arange(0, R)
         there = row < high
         mask = here[None, :]
@@ -450,24 +459,22 @@ def to_gradient(
             mask = mask & there[:, None]
         place = S + row[:, None].to(tl.int64) * stride + c[None, :]
         raw = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-        shift = _bias(bias, row, there)
-        if bias is not None:
-            shift = shift[:, None]
+        z = _biased(raw, UNIT, bias, row[:, None], there[:, None])
         across = inverse
         if divisors is not None:
             across = inverse[None, :]
-        y = _bits(raw, shift, unit, scale, softcap, across)
+        logp = (_bits(z, scale, softcap, across) - top[None, :]) - log_total[None, :]
         if entropy is None:
-            g = _gradient(y, lse_bits[None, :], factor[None, :], slant, entropy)
+            g = tl.exp2(logp) * factor[None, :]
         else:
-            g = _gradient(y, lse_bits[None, :], factor[None, :], slant[None, :], entropy)
+            g = tl.exp2(logp) * (factor[None, :] + slant[None, :] * logp)
         if smoothing is not None:
             if weights is None:
                 g -= spread[None, :]
             else:
                 g -= spread[None, :] * tl.load(weights + row, mask=there, other=0.0)[:, None]
         if softcap is not None:
-            g *= _slope(raw, shift, unit, scale, softcap)
+            g *= _slope(z, scale, softcap)
         g *= scale * across
         if valid is not None:
             g = tl.where(counted[None, :], g, 0.0)
@@ -475,11 +482,11 @@ def to_gradient(
 
     label = tl.load(labels + c, mask=here, other=0)
     of_label = tl.load(label_part + c, mask=here, other=0.0)
-    not_y = tl.load(rest + c, mask=here, other=0.0)
+    not_y = tl.load(parts + c, mask=here, other=0.0)
     dot = tl.load(dots + c, mask=here, other=0.0)
-    shift_y = _bias(bias, label, here)
+    z_y = _biased(dot, 1.0, bias, label, here)
     # p * softmax - label, as a difference that does not cancel where p is near 1
-    logp_y = _bits(dot, shift_y, 1.0, scale, softcap, inverse) - lse_bits
+    logp_y = (_bits(z_y, scale, softcap, inverse) - top) - log_total
     p_y = tl.where(not_y < 0.5, 1.0 - not_y, tl.exp2(logp_y))
     at_y = p_y * (factor - of_label) - not_y * of_label
     if entropy is not None:
@@ -490,7 +497,7 @@ def to_gradient(
         else:
             at_y -= spread * tl.load(weights + label, mask=here, other=0.0)
     if softcap is not None:
-        at_y *= _slope(dot, shift_y, 1.0, scale, softcap)
+        at_y *= _slope(z_y, scale, softcap)
     at_y = tl.where(counted, at_y * scale * inverse, 0.0)
     # the tile's own stores come first
     tl.debug_barrier()
@@ -498,24 +505,15 @@ def to_gradient(
     tl.store(S + label * stride + c, _rounded(at_y, S.dtype.element_ty), mask=mine)
 
 
-@triton.jit
-def _gradient(y, lse, factor, slant, entropy):
-    """p * (softmax + entropy * log p)."""
-    logp = y - lse
-    if entropy is None:
-        return tl.exp2(logp) * factor
-    else:
-        return tl.exp2(logp) * (factor + slant * logp)
-
-
 @triton.jit(do_not_specialize=["rows", "parts"])
 def diverge(
     Q, P, stride, n, V, valid, q_bias, q_scale, q_softcap, p_bias, p_scale, p_softcap, inverse, q_lse, p_lse, beta,
     upstream, kl, out, out_stride, partials, rows, parts,
     TEACHER: tl.constexpr, STUDENT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of ``rows`` classes and BN tokens, from raw fp32 logits of student (Q) and teacher (P), and of each what
-    ``combine`` leaves with APART, M being their mixture:
+    ``combine`` leaves without labels, M being their mixture:
 
     - TEACHER, STUDENT: sums of p * log(p / m) and q * log(q / m), into ``partials`` [TEACHER + STUDENT, parts, n];
     - with ``out``: the gradient with respect to the student's raw logits for ``upstream``, 0 where a token is not
@@ -523,81 +521,78 @@ def diverge(
 
     beta of 0 makes M the student, 1 the teacher.
     """
-    columns = tl.cdiv(n, BN)
-    part = tl.program_id(0) // columns
-    low = part * rows
-    high = tl.minimum(low + rows, V)
-    c = (tl.program_id(0) % columns) * BN + tl.arange(0, BN)
-    here = c < n
+    part, low, high, c, here = _share(n, V, rows, BN, FORTH=out is None)
     q_top = tl.load(q_lse + c, mask=here, other=0.0)[None, :]
     p_top = tl.load(p_lse + c, mask=here, other=0.0)[None, :]
     q_total = tl.load(q_lse + n + c, mask=here, other=0.0)[None, :]
     p_total = tl.load(p_lse + n + c, mask=here, other=0.0)[None, :]
+    shift = (q_top - p_top) + (q_total - p_total)
     if out is not None:
         chain = tl.load(upstream + c, mask=here, other=0.0)[None, :] * (q_scale * inverse)
+        if beta is not None:
+            chain *= 1.0 - beta
         counted = here[None, :]
         if valid is not None:
             counted = tl.load(valid + c, mask=here, other=0)[None, :] != 0
         if kl is not None:
             mean = tl.load(kl + c, mask=here, other=0.0)[None, :]
-    of_p = tl.zeros((BN,), tl.float32)
-    of_q = tl.zeros((BN,), tl.float32)
-    for v in range(low, high, R):
+    sum_p = tl.zeros((BN,), tl.float32)
+    sum_q = tl.zeros((BN,), tl.float32)
+    for v in tl.range(low, high, R, num_stages=STAGES):
         row = v + tl.arange(0, R)
         there = row < high
         mask = here[None, :]
         if not EVEN:
             mask = mask & there[:, None]
         at = row[:, None].to(tl.int64) * stride + c[None, :]
-        q_shift = _bias(q_bias, row, there)
-        if q_bias is not None:
-            q_shift = q_shift[:, None]
-        p_shift = _bias(p_bias, row, there)
-        if p_bias is not None:
-            p_shift = p_shift[:, None]
-        q_raw = tl.load(Q + at, mask=mask, other=0.0)
-        q_bits = _bits(q_raw, q_shift, 1.0, q_scale, q_softcap, inverse)
-        p_bits = _bits(tl.load(P + at, mask=mask, other=0.0), p_shift, 1.0, p_scale, p_softcap, inverse)
+        z = _biased(tl.load(Q + at, mask=mask, other=0.0), 1.0, q_bias, row[:, None], there[:, None])
+        q_bits = _bits(z, q_scale, q_softcap, inverse)
+        z_p = _biased(tl.load(P + at, mask=mask, other=0.0), 1.0, p_bias, row[:, None], there[:, None])
+        p_bits = _bits(z_p, p_scale, p_softcap, inverse)
         if q_bias is not None:
             q_bits = tl.maximum(q_bits, _LOWEST)
         if p_bias is not None:
             p_bits = tl.maximum(p_bits, _LOWEST)
         log_q = (q_bits - q_top) - q_total
         log_p = (p_bits - p_top) - p_total
-        q = tl.exp2(log_q)
-        p = tl.exp2(log_p)
+        d = (q_bits - p_bits) - shift
         if beta is None:  # one of them is the mixture
-            against_p = log_p - log_q
-            against_q = log_q - log_p
+            of_p = -tl.exp2(log_p) * d
+            of_q = tl.exp2(log_q) * d
+            against = d
         else:
-            a = log_p + tl.log2(beta)
-            b = log_q + tl.log2(1.0 - beta)
-            log_m = tl.maximum(a, b) + tl.log2(1.0 + tl.exp2(-tl.abs(a - b)))
-            against_p = log_p - log_m
-            against_q = log_q - log_m
+            # of p and q the smaller over the larger, and log2(m) less that of the larger: no sum cancels
+            share = tl.exp2(-tl.abs(d))
+            near = tl.where(d > 0.0, 1.0 - beta, beta)
+            bits = _log2(tl.fma(1.0 - near, share, near))
+            large = tl.exp2(tl.where(d > 0.0, log_q, log_p))
+            of_large = -large * bits
+            of_small = -(large * share) * (tl.abs(d) + bits)
+            of_p = tl.where(d > 0.0, of_small, of_large)
+            of_q = tl.where(d > 0.0, of_large, of_small)
+            against = tl.minimum(d, 0.0) - bits
         if TEACHER:
-            of_p += tl.sum(tl.where(mask, p * against_p, 0.0), 0)
+            sum_p += tl.sum(of_p if EVEN else tl.where(mask, of_p, 0.0), 0)
         if STUDENT:
-            of_q += tl.sum(tl.where(mask, q * against_q, 0.0), 0)
+            sum_q += tl.sum(of_q if EVEN else tl.where(mask, of_q, 0.0), 0)
         if out is not None:
+            g = tl.exp2(log_q)
             if kl is None:
-                g = q - p
-            elif beta is None:
-                g = q * (against_q * _LN2 - mean)
+                g -= tl.exp2(log_p)
             else:
-                g = q * (against_q * _LN2 - mean) * (1.0 - beta)
+                g *= tl.fma(against, _LN2, -mean)
             g *= chain
             if q_softcap is not None:
-                g *= _slope(q_raw, q_shift, 1.0, q_scale, q_softcap)
+                g *= _slope(z, q_scale, q_softcap)
             if valid is not None:
                 g = tl.where(counted, g, 0.0)
             place = out + row[:, None].to(tl.int64) * out_stride + c[None, :]
             tl.store(place, _rounded(g, out.dtype.element_ty), mask=mask)
     at_part = partials + part.to(tl.int64) * n + c
     if TEACHER:
-        tl.store(at_part, of_p * _LN2, mask=here)
+        tl.store(at_part, sum_p * _LN2, mask=here)
     if STUDENT:
-        tl.store(at_part + TEACHER * parts.to(tl.int64) * n, of_q * _LN2, mask=here)
+        tl.store(at_part + TEACHER * parts.to(tl.int64) * n, sum_q * _LN2, mask=here)
 
 
 @triton.jit(do_not_specialize=["programs"])

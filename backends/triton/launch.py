@@ -101,33 +101,32 @@ class Transform:
 
 
 def statistics(
-    raw: Tensor, transform: Transform, wanted: Wanted, labels: Labels | None = None, dots: Tensor | None = None
+    raw: Tensor, transform: Transform, wanted: Wanted, labels: Labels, dots: Tensor
 ) -> tuple[Statistics, Tensor]:
-    """One read of raw logits. ``dots`` [n] are the fp32 raw logits at ``labels``, used in place of those in ``raw``.
+    """One read of raw logits. ``dots`` [n] are the fp32 raw logits at the labels, used in place of those in ``raw``.
 
     Returns:
-        The statistics, and with labels [n] 1 - p of each label.
+        The statistics, and [3, n]: 1 - p of each label, the largest logit and log(sum of exponentials against that),
+        both / log 2.
     """
     count, device = raw.shape[1], raw.device
     t, cut = transform, tuning(device).look.cut(raw)
     weights = wanted.smoothed if isinstance(wanted.smoothed, Tensor) else None
     smoothed = wanted.smoothed is not None
-    planes = 2 + wanted.entropy + smoothed + wanted.best
-    partials = torch.empty((planes, cut.parts, count), dtype=torch.float32, device=device)
-    rows = planes - 1 - wanted.best + 2 * (labels is not None)
-    found = torch.empty((rows, count), dtype=torch.float32, device=device)
+    partials = torch.empty(
+        (2 + wanted.entropy + smoothed + wanted.best, cut.parts, count), dtype=torch.float32, device=device
+    )
+    found = torch.empty((5 + wanted.entropy + smoothed, count), dtype=torch.float32, device=device)
     best = torch.empty(count, dtype=torch.int64, device=device) if wanted.best else None
     flags = {"ENTROPY": wanted.entropy, "SMOOTHED": smoothed, "BEST": wanted.best}
-    left_out = labels.index if labels is not None and wanted.entropy else None
+    left_out = labels.index if wanted.entropy else None
     with on_device(device):
         rounded = _ROUNDED if wanted.entropy or weights is not None else {}
         _look(raw, t, cut, partials, left_out, weights, **flags, **rounded)
         _combine(raw, t, cut, partials, found, labels, dots, best, weights, **flags)
-    given = iter(found.unbind(0))
-    lse = next(given)
-    target_logit, rest = (next(given), next(given)) if labels is not None else (lse, lse)
-    entropy = next(given) if wanted.entropy else None
-    return Statistics(lse, target_logit, entropy, best, next(given) if smoothed else None), rest
+    lse, target_logit = found[:2].unbind(0)
+    entropy = found[5] if wanted.entropy else None
+    return Statistics(lse, target_logit, entropy, best, found[-1] if smoothed else None), found[2:5]
 
 
 def logsumexp(raw: Tensor, transform: Transform) -> Tensor:
@@ -137,7 +136,7 @@ def logsumexp(raw: Tensor, transform: Transform) -> Tensor:
     found = torch.empty((2, raw.shape[1]), dtype=torch.float32, device=raw.device)
     with on_device(raw.device):
         _look(raw, transform, cut, partials, None, None, **_NOTHING_ELSE, **_ROUNDED)
-        _combine(raw, transform, cut, partials, found, None, None, None, None, APART=True, **_NOTHING_ELSE)
+        _combine(raw, transform, cut, partials, found, None, None, None, None, **_NOTHING_ELSE)
     return found
 
 
@@ -167,13 +166,13 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
 
 
 def to_gradient(
-    raw: Tensor, transform: Transform, labels: Labels, dots: Tensor, rest: Tensor, lse: Tensor, by: Coefficients,
+    raw: Tensor, transform: Transform, labels: Labels, dots: Tensor, parts: Tensor, by: Coefficients,
     weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raw logits become, in place, the gradient with respect to them; one read and one write.
 
-    ``dots`` [n] are the fp32 raw logits at ``labels``, ``rest`` [n] is 1 - p there, ``weights`` [V] are those of
-    ``by.smoothing``, None for equal ones.
+    ``dots`` [n] are the fp32 raw logits at ``labels``, ``parts`` [3, n] as ``statistics`` gives them, ``weights`` [V]
+    those of ``by.smoothing``, None for equal ones.
     """
     vocabulary, count = raw.shape
     t, cut = transform, tuning(raw.device).gradient.cut(raw)
@@ -181,8 +180,8 @@ def to_gradient(
         kernels.to_gradient[(cut.programs,)](
             raw, raw.stride(0), count, vocabulary, labels.index, labels.valid,
             t.bias, t.divisors, weights, unit(raw.dtype), t.scale, t.softcap, t.inverse,
-            lse, dots, rest, by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
-            EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
+            dots, parts, by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
+            EVEN=cut.even, R=cut.height, BN=cut.width, STAGES=cut.stages, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
 
 
@@ -219,7 +218,7 @@ def diverge(
             q.bias, q.scale, q.softcap, p.bias, p.scale, p.softcap, q.inverse, student.lse, teacher.lse,
             beta if 0.0 < beta < 1.0 else None, None if into is None else upstream, kl, into,
             0 if into is None else into.stride(0), partials, cut.rows, cut.parts,
-            TEACHER=of_teacher, STUDENT=of_student, EVEN=cut.even, R=cut.height, BN=cut.width,
+            TEACHER=of_teacher, STUDENT=of_student, EVEN=cut.even, R=cut.height, BN=cut.width, STAGES=cut.stages,
             num_warps=cut.warps, maxnreg=MOST_REGISTERS, **_ROUNDED,
         )  # fmt: skip
     return partials.sum(1)
@@ -233,26 +232,27 @@ def _look(
     kernels.look[(cut.programs,)](
         raw, raw.stride(0), count, vocabulary, left_out, t.bias, t.divisors, weights,
         unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
-        **keywords, EVEN=cut.even, R=cut.height, BN=cut.width, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
+        **keywords, EVEN=cut.even, R=cut.height, BN=cut.width, STAGES=cut.stages, num_warps=cut.warps,
+        maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
 
 def combined(count: int) -> tuple[int, int]:
-    """Tokens and parts of a tile of ``combine``: fewer tokens where there are few: 128 programs share the work."""
-    width = max(2, min(16, next_power_of_2(count) // 128))
+    """Tokens and parts of a tile of ``combine``: fewer tokens where there are few: 256 programs share the work."""
+    width = max(2, min(8, next_power_of_2(count) // 256))
     return width, 2048 // width
 
 
 def _combine(
     raw: Tensor, t: Transform, cut: Cut, partials: Tensor, found: Tensor, labels: Labels | None, dots: Tensor | None,
-    best: Tensor | None, weights: Tensor | None, *, APART: bool = False, EXPONENTIALS: bool = False, **flags: bool,
+    best: Tensor | None, weights: Tensor | None, *, EXPONENTIALS: bool = False, **flags: bool,
 ) -> None:  # fmt: skip
     count = raw.shape[1]
     index, valid = (None, None) if labels is None else (labels.index, labels.valid)
     width, height = (cut.width, 2) if INTERPRETED else combined(count)
     kernels.combine[(cdiv(count, width),)](
         partials, cut.parts, count, raw, raw.stride(0), index, valid, dots, t.bias, t.divisors, weights,
-        unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, APART=APART, EXPONENTIALS=EXPONENTIALS, **flags,
+        unit(raw.dtype), t.scale, t.softcap, t.inverse, found, best, EXPONENTIALS=EXPONENTIALS, **flags,
         BP=height, BN=width, num_warps=4, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
 
@@ -263,7 +263,8 @@ def dots_at_labels(head: Head, labels: Tensor, tokens: slice) -> Tensor:
     count, hidden = x.shape
     out = torch.empty(count, dtype=torch.float32, device=x.device)
     dtype = triton.language.dtype(_TRITON[head.dtype])
-    width, height = (64, next_power_of_2(hidden)) if INTERPRETED else (4, 512)
+    width, height = (64, hidden) if INTERPRETED else (1, min(hidden, 2048))
+    height = next_power_of_2(height)
     with on_device(x.device):
         kernels.dots_at_labels[(cdiv(count, width),)](
             x, x.stride(0), x.stride(1), w, w.stride(0), w.stride(1), labels, count, hidden, out,

@@ -33,11 +33,13 @@ from headmux.backends.triton.launch import (
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """What raw logits need to become their gradient: their transform, and [n] the raw logit and 1 - p at each label."""
+    """What raw logits need to become their gradient: their transform, [n] the raw logit at each label, and what
+    ``statistics`` gives beside the statistics.
+    """
 
     transform: Transform
     dots: Tensor
-    rest: Tensor
+    parts: Tensor
 
 
 class TritonSoftmax(Softmax):
@@ -63,12 +65,13 @@ class TritonSoftmax(Softmax):
         assert held is not None
         labels, dots = self._at_labels(tokens)
         raw, transform = self._logits(tokens, held)
-        # fp16 has no room for exponentials against what is not the largest logit, nor for products with them
-        narrow = torch.float16 in (held.dtype, self.head.input.dtype)
-        if self.wanted.proportional and not narrow and self.head.softcap is None:
+        # fp16 has no room for exponentials against what is not the largest logit, nor for products with them. In fp32
+        # scaled states would be as large as in bf16 a quarter of the budget, to save one read beside slow products.
+        roomy = held.dtype == torch.bfloat16 and self.head.input.dtype != torch.float16
+        if self.wanted.proportional and roomy and self.head.softcap is None:
             return exponentials(raw, transform, labels, dots)
-        found, rest = statistics(raw, transform, self.wanted, labels, dots)
-        return found, Raw(transform, dots, rest)
+        found, parts = statistics(raw, transform, self.wanted, labels, dots)
+        return found, Raw(transform, dots, parts)
 
     def to_gradient(
         self, held: Tensor, state: Raw | Tensor, statistics: Statistics, tokens: slice, by: Coefficients
@@ -78,7 +81,7 @@ class TritonSoftmax(Softmax):
         if isinstance(state, Tensor):
             return self.head.chained(state * by.softmax, tokens)
         weights = self.wanted.smoothed if isinstance(self.wanted.smoothed, Tensor) else None
-        to_gradient(held, state.transform, labels, state.dots, state.rest, statistics.lse, by, weights)
+        to_gradient(held, state.transform, labels, state.dots, state.parts, by, weights)
         return None
 
     def _at_labels(self, tokens: slice) -> tuple[Labels, Tensor]:

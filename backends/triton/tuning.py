@@ -34,12 +34,14 @@ class Tile:
         tokens: Most tokens of a tile; of fp32 logits half as many.
         warps: Warps of a program.
         programs: Programs of a launch; each walks over an equal share of the vocabulary.
+        stages: Tiles on their way through shared memory at once; 1 loads a tile when its turn comes.
     """
 
     classes: int
     tokens: int
     warps: int
     programs: int
+    stages: int = 1
 
     def cut(self, raw: Tensor) -> Cut:
         """The tiles of logits [V, n]."""
@@ -54,7 +56,7 @@ def _cut(tile: Tile, vocabulary: int, tokens: int, wide: bool) -> Cut:
     parts = max(1, min(tile.programs // columns, cdiv(vocabulary, 4 * height)))
     rows = cdiv(cdiv(vocabulary, parts), height) * height
     parts = cdiv(vocabulary, rows)
-    return Cut(height, width, rows, parts, columns * parts, vocabulary % height == 0, tile.warps)
+    return Cut(height, width, rows, parts, columns * parts, vocabulary % height == 0, tile.warps, tile.stages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,7 @@ class Cut:
     programs: int
     even: bool
     warps: int
+    stages: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,14 @@ class Tuning:
 
 
 # Chosen on an H200 with Triton 3.6; `python -m headmux.bench kernels` measures what they reach of a copy's bandwidth.
-# With one warp a program nothing crosses threads, and 8 rows of 16 bytes a thread are in flight.
+# With one warp a program no sum crosses threads on the way. Where tiles are only read, or written elsewhere, the next
+# ones are on their way; logits that become something else in place are loaded tile by tile.
 _GPU = Tuning(
-    look=Tile(classes=8, tokens=256, warps=1, programs=132 * 16),
-    exponentiate=Tile(classes=4, tokens=256, warps=1, programs=132 * 32),
+    look=Tile(classes=4, tokens=256, warps=1, programs=132 * 16, stages=3),
+    exponentiate=Tile(classes=4, tokens=256, warps=1, programs=132 * 16),
     gradient=Tile(classes=8, tokens=256, warps=4, programs=132 * 128),
-    compare=Tile(classes=8, tokens=128, warps=1, programs=132 * 32),
-    diverge=Tile(classes=16, tokens=128, warps=4, programs=132 * 64),
+    compare=Tile(classes=4, tokens=128, warps=1, programs=132 * 16, stages=3),
+    diverge=Tile(classes=2, tokens=256, warps=1, programs=132 * 64, stages=3),
 )
 # the interpreter pays by the tile; two programs walk over the vocabulary so that parts are merged
 _INTERPRETER = Tuning(*[Tile(classes=256, tokens=128, warps=1, programs=2)] * 5)

@@ -64,7 +64,7 @@ def test_every_option_has_every_form(launches: list[Launch]) -> None:
                 assert values == {True, False}, f"{kernel}.{name}"
     every = {torch.bfloat16, torch.float16, torch.float32}
     assert found["look"]["S"] == found["combine"]["S"] == found["to_gradient"]["S"] == every
-    assert found["exponentiate"]["S"] == found["settle"]["S"] == {torch.bfloat16, torch.float32}
+    assert found["exponentiate"]["S"] == found["settle"]["S"] == {torch.bfloat16}
     assert found["diverge"]["out"] == every | {None}
     for kernel, bias in (("look", "bias"), ("to_gradient", "bias"), ("diverge", "q_bias"), ("diverge", "p_bias")):
         assert found[kernel][bias] > {torch.float32, None}  # and 16 bits
@@ -74,8 +74,8 @@ def test_tiles_are_the_widest_and_the_narrowest(launches: list[Launch]) -> None:
     found = forms(launches)
     for kernel in ("look", "exponentiate", "settle", "to_gradient"):
         assert found[kernel]["BN"] >= {16, 256}
-    assert found["diverge"]["BN"] >= {16, 64}
-    assert found["combine"]["BN"] == {combined(count)[0] for count in range(1, 4097)} == {2, 4, 8, 16}
+    assert found["diverge"]["BN"] >= {16, 64, 128}
+    assert found["combine"]["BN"] == {combined(count)[0] for count in range(1, 4097)} == {2, 4, 8}
 
 
 def test_kernels_that_compare_logits_round_them_alike(launches: list[Launch]) -> None:
