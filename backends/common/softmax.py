@@ -124,11 +124,11 @@ class Softmax(ABC):
         """Hold logits in the operands' dtype, where their product leaves them; nothing of their size is held beside."""
         self.held_dtype = self.block_dtype = self.head.dtype
         self.copies = 1
-        # As few blocks as 60 MiB allow, with scaled states and partial statistics beside, but where logits are held in
-        # a buffer, as many tokens as that can hold. Blocks of 24 MiB, of 3072 rows at 4096 tokens and H = 4096, are
-        # products of three waves of tiles each; those of 16 MiB, of two, are slower.
+        # As few blocks as 64 MiB allow, with scaled states and partial statistics beside, but where logits are held in
+        # a buffer, as many tokens as that can hold. Blocks of 16 MiB, of 2048 rows at 4096 tokens and H = 4096, are
+        # products of two waves of tiles each, smaller ones are slower.
         states = self.head.input.numel() * self.held_dtype.itemsize
-        most = 56 * MIB - states if self.needs[1] and self.tokens <= self.hidden else 0
+        most = 48 * MIB - states if self.needs[1] and self.tokens <= self.hidden else 0
         self.block_bytes = min(32 * MIB, max(16 * MIB, most))
 
     @abstractmethod

@@ -580,7 +580,7 @@ def diverge(
             if kl is None:
                 g -= tl.exp2(log_p)
             else:
-                g *= tl.fma(against, _LN2, -mean)
+                g *= against * _LN2 - mean  # as rounded as the mean: where they are the same, nothing is left
             g *= chain
             if q_softcap is not None:
                 g *= _slope(z, q_scale, q_softcap)

@@ -85,8 +85,8 @@ class Tuning:
 
 
 # Chosen on an H200 with Triton 3.6; `python -m headmux.bench kernels` measures what they reach of a copy's bandwidth.
-# With one warp a program no sum crosses threads on the way. Where tiles are only read, or written elsewhere, the next
-# ones are on their way; logits that become something else in place are loaded tile by tile.
+# With one warp a program no sum crosses threads on the way. Exponentials are loaded tile by tile: a program that may go
+# back over what it has stored is not pipelined.
 _GPU = Tuning(
     look=Tile(classes=4, tokens=256, warps=1, programs=132 * 16, stages=3),
     exponentiate=Tile(classes=4, tokens=256, warps=1, programs=132 * 16),
