@@ -38,7 +38,7 @@ def test_the_automatic_order_and_its_figures_are_those_that_were_measured() -> N
     for found in measured.values():
         inorder = [r for name in default_order(call) if (r := found.get(f"headmux-{name}")) is not None]
         times = [r.ms or 0.0 for r in inorder]
-        assert all(first <= 0.98 * second for first, second in itertools.pairwise(times)), inorder
+        assert all(first < second for first, second in itertools.pairwise(times)), inorder
         if {"headmux-cutedsl", "headmux-triton"} <= found.keys():
             cutedsl, triton = (found[f"headmux-{name}"].extra_mib_beyond_grads for name in ("cutedsl", "triton"))
             assert (cutedsl or 0.0) <= (triton or 0.0)
