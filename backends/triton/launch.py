@@ -268,7 +268,7 @@ def dots_at_labels(head: Head, labels: Tensor, tokens: slice) -> Tensor:
     with on_device(x.device):
         kernels.dots_at_labels[(cdiv(count, width),)](
             x, x.stride(0), x.stride(1), w, w.stride(0), w.stride(1), labels, count, hidden, out,
-            DTYPE=dtype, BN=width, BH=height, num_warps=4,
+            DTYPE=dtype, BN=width, BH=height, num_warps=4, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
     return out
 
