@@ -3,9 +3,9 @@
 Raw logits are kept in the operands' dtype, as the product leaves them. Everything from there on is fp32, and the logit
 at each label is formed anew in fp32, so that its loss and its gradient do not feel the rounding.
 
-Where a token's gradient is a multiple of p - [j = y], the forward turns its logits into exponentials, each read and
-written once, and the backward only scales rows of hidden states (``headmux.backends.common.head.Gradients``). Otherwise
-they are read for the statistics, and read and written for the gradient.
+Where a token's gradient is a multiple of p - [j = y], the forward turns its bf16 logits into exponentials, each read
+and written once, and the backward only scales rows of hidden states (``headmux.backends.common.head.Gradients``).
+Otherwise they are read for the statistics, and read and written for the gradient.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TritonSoftmax(Softmax):
         assert held is not None
         labels, dots = self._at_labels(tokens)
         raw, transform = self._logits(tokens, held)
-        # fp16 has no room for exponentials against what is not the largest logit, nor for products with them. In fp32
-        # scaled states would be as large as in bf16 a quarter of the budget, to save one read beside slow products.
+        # fp16 has no room for exponentials against what is not the largest logit, nor for products with them; in fp32
+        # scaled states would take more than all else beside the gradients, to spare one read next to slow products
         roomy = held.dtype == torch.bfloat16 and self.head.input.dtype != torch.float16
         if self.wanted.proportional and roomy and self.head.softcap is None:
             return exponentials(raw, transform, labels, dots)
