@@ -112,7 +112,7 @@ def _triton(x: Inputs) -> dict[str, Step]:
     labels = _labels(x, launch.admit)
     dots = x.kept.gather(0, labels.index[None])[0].float()
     transform = launch.Transform(x.head, slice(0, x.shape.n))
-    _, parts = launch.statistics(x.kept, transform, Wanted(), labels, dots)
+    _, rest_lse = launch.statistics(x.kept, transform, Wanted(), labels, dots)
     by = Coefficients(x.ones, x.ones)
     student, teacher = (
         launch.Side(raw, transform, launch.logsumexp(raw, transform))
@@ -121,9 +121,7 @@ def _triton(x: Inputs) -> dict[str, Step]:
     steps = {
         "look": Step(x.moved(1), lambda: launch.statistics(x.kept, transform, Wanted(), labels, dots)),
         "exponentiate": Step(x.moved(2), lambda: launch.exponentials(x.raw, transform, labels, dots)),
-        "to_gradient": Step(
-            x.moved(2), lambda: launch.to_gradient(x.raw, transform, labels, dots, parts, by)
-        ),
+        "to_gradient": Step(x.moved(2), lambda: launch.to_gradient(x.raw, transform, labels, dots, rest_lse, by)),
         "look_fp32": Step(x.moved(wide=1), lambda: launch.logsumexp(student.raw, transform)),
     }
     if x.dtype != torch.bfloat16:  # no others become exponentials

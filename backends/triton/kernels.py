@@ -427,20 +427,20 @@ def dots_at_labels(
 @triton.jit(do_not_specialize=["rows"])
 def to_gradient(
     S, stride, n, V, labels, valid, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap, inverse,
-    dots, parts, softmax, label_part, entropy, smoothing, rows,
+    dots, rest_lse, softmax, label_part, entropy, smoothing, rows,
     EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """``rows`` classes of S become the gradient with respect to the raw logits, 0 where a token is not valid; formed in
     fp32 and rounded once.
 
     See ``headmux.backends.common.softmax.Coefficients``, of which ``softmax``, ``label_part``, ``entropy`` and
-    ``smoothing`` are the parts. ``dots`` are the raw logits at the labels, ``parts`` [3, n] are 1 - p there and the
-    logsumexp in two parts, as ``combine`` leaves them.
+    ``smoothing`` are the parts. ``dots`` are the raw logits at the labels, ``rest_lse`` [3, n] is 1 - p there
+    and the logsumexp in two numbers, as ``combine`` leaves them.
     """
     _, low, high, c, here = _share(n, V, rows, BN, FORTH=True)
     inverse = _inverse(divisors, inverse, c, here)
-    top = tl.load(parts + n + c, mask=here, other=0.0)
-    log_total = tl.load(parts + 2 * n + c, mask=here, other=0.0)
+    top = tl.load(rest_lse + n + c, mask=here, other=0.0)
+    log_total = tl.load(rest_lse + 2 * n + c, mask=here, other=0.0)
     factor = tl.load(softmax + c, mask=here, other=0.0)
     slant = 0.0
     if entropy is not None:
@@ -482,7 +482,7 @@ def to_gradient(
 
     label = tl.load(labels + c, mask=here, other=0)
     of_label = tl.load(label_part + c, mask=here, other=0.0)
-    not_y = tl.load(parts + c, mask=here, other=0.0)
+    not_y = tl.load(rest_lse + c, mask=here, other=0.0)
     dot = tl.load(dots + c, mask=here, other=0.0)
     z_y = _biased(dot, 1.0, bias, label, here)
     # p * softmax - label, as a difference that does not cancel where p is near 1

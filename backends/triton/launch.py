@@ -166,12 +166,12 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
 
 
 def to_gradient(
-    raw: Tensor, transform: Transform, labels: Labels, dots: Tensor, parts: Tensor, by: Coefficients,
+    raw: Tensor, transform: Transform, labels: Labels, dots: Tensor, rest_lse: Tensor, by: Coefficients,
     weights: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Raw logits become, in place, the gradient with respect to them; one read and one write.
 
-    ``dots`` [n] are the fp32 raw logits at ``labels``, ``parts`` [3, n] as ``statistics`` gives them, ``weights`` [V]
+    ``dots`` [n] are the fp32 raw logits at ``labels``, ``rest_lse`` [3, n] as ``statistics`` gives it, ``weights`` [V]
     those of ``by.smoothing``, None for equal ones.
     """
     vocabulary, count = raw.shape
@@ -180,7 +180,7 @@ def to_gradient(
         kernels.to_gradient[(cut.programs,)](
             raw, raw.stride(0), count, vocabulary, labels.index, labels.valid,
             t.bias, t.divisors, weights, unit(raw.dtype), t.scale, t.softcap, t.inverse,
-            dots, parts, by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
+            dots, rest_lse, by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
             EVEN=cut.even, R=cut.height, BN=cut.width, STAGES=cut.stages, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
         )  # fmt: skip
 

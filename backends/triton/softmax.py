@@ -33,13 +33,13 @@ from headmux.backends.triton.launch import (
 
 @dataclass(frozen=True, slots=True)
 class Raw:
-    """What raw logits need to become their gradient: their transform, [n] the raw logit at each label, and what
-    ``statistics`` gives beside the statistics.
+    """What raw logits need to become their gradient: their transform, [n] the raw logit at each label, and [3, n] 1 - p
+    there and the logsumexp in two numbers.
     """
 
     transform: Transform
     dots: Tensor
-    parts: Tensor
+    rest_lse: Tensor
 
 
 class TritonSoftmax(Softmax):
@@ -70,8 +70,8 @@ class TritonSoftmax(Softmax):
         roomy = held.dtype == torch.bfloat16 and self.head.input.dtype != torch.float16
         if self.wanted.proportional and roomy and self.head.softcap is None:
             return exponentials(raw, transform, labels, dots)
-        found, parts = statistics(raw, transform, self.wanted, labels, dots)
-        return found, Raw(transform, dots, parts)
+        found, rest_lse = statistics(raw, transform, self.wanted, labels, dots)
+        return found, Raw(transform, dots, rest_lse)
 
     def to_gradient(
         self, held: Tensor, state: Raw | Tensor, statistics: Statistics, tokens: slice, by: Coefficients
@@ -81,7 +81,7 @@ class TritonSoftmax(Softmax):
         if isinstance(state, Tensor):
             return self.head.chained(state * by.softmax, tokens)
         weights = self.wanted.smoothed if isinstance(self.wanted.smoothed, Tensor) else None
-        to_gradient(held, state.transform, labels, state.dots, state.parts, by, weights)
+        to_gradient(held, state.transform, labels, state.dots, state.rest_lse, by, weights)
         return None
 
     def _at_labels(self, tokens: slice) -> tuple[Labels, Tensor]:
