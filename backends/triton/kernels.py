@@ -442,6 +442,7 @@ def to_gradient(
     top = tl.load(rest_lse + n + c, mask=here, other=0.0)
     log_total = tl.load(rest_lse + 2 * n + c, mask=here, other=0.0)
     factor = tl.load(softmax + c, mask=here, other=0.0)
+    of_all = factor * tl.exp2(-log_total)  # without an entropy's gradient, log p itself is not needed
     slant = 0.0
     if entropy is not None:
         slant = tl.load(entropy + c, mask=here, other=0.0) * _LN2
@@ -463,10 +464,11 @@ def to_gradient(
         across = inverse
         if divisors is not None:
             across = inverse[None, :]
-        logp = (_bits(z, scale, softcap, across) - top[None, :]) - log_total[None, :]
+        y = _bits(z, scale, softcap, across) - top[None, :]
         if entropy is None:
-            g = tl.exp2(logp) * factor[None, :]
+            g = tl.exp2(y) * of_all[None, :]
         else:
+            logp = y - log_total[None, :]
             g = tl.exp2(logp) * (factor[None, :] + slant[None, :] * logp)
         if smoothing is not None:
             if weights is None:

@@ -257,9 +257,9 @@ def _combine(
     )  # fmt: skip
 
 
-def dots_at_labels(head: Head, labels: Tensor, tokens: slice) -> Tensor:
-    """[n] fp32: the raw logit at each token's label."""
-    x, w = head.input[tokens], head.weight
+def dots_at_labels(head: Head, labels: Tensor) -> Tensor:
+    """[N] fp32: the raw logit at each token's label."""
+    x, w = head.input, head.weight
     count, hidden = x.shape
     out = torch.empty(count, dtype=torch.float32, device=x.device)
     dtype = triton.language.dtype(_TRITON[head.dtype])

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -84,9 +85,13 @@ class TritonSoftmax(Softmax):
         to_gradient(held, state.transform, labels, state.dots, state.rest_lse, by, weights)
         return None
 
+    @cached_property
+    def _dots(self) -> Tensor:
+        """[N] fp32: the raw logit at each label, of all chunks in one launch."""
+        return dots_at_labels(self.head, self.labels.index)
+
     def _at_labels(self, tokens: slice) -> tuple[Labels, Tensor]:
-        labels = self.labels[tokens]
-        return labels, dots_at_labels(self.head, labels.index, tokens)
+        return self.labels[tokens], self._dots[tokens]
 
     def _logits(self, tokens: slice, held: Tensor) -> tuple[Tensor, Transform]:
         raw_logits(self.head, tokens, held, self.plan)

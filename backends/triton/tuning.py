@@ -90,7 +90,7 @@ class Tuning:
 _GPU = Tuning(
     look=Tile(classes=4, tokens=256, warps=1, programs=132 * 16, stages=3),
     exponentiate=Tile(classes=4, tokens=256, warps=1, programs=132 * 16),
-    gradient=Tile(classes=8, tokens=256, warps=4, programs=132 * 128),
+    gradient=Tile(classes=8, tokens=256, warps=4, programs=132 * 64, stages=3),
     compare=Tile(classes=4, tokens=128, warps=1, programs=132 * 16, stages=3),
     diverge=Tile(classes=2, tokens=256, warps=1, programs=132 * 64, stages=3),
 )
