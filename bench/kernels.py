@@ -29,8 +29,6 @@ from headmux.bench.shapes import Shape
 GPU_SHAPES = (Shape(1024, 4096, 128256), Shape(4096, 4096, 128256))
 TINY = Shape(16, 32, 600)
 _SEED = 20240
-# a millisecond for which the GPU waits, while the host makes all launches of a step
-_AHEAD_CYCLES = 2_000_000
 
 
 @dataclass(frozen=True)
@@ -96,13 +94,10 @@ class Inputs:
         return self.shape.v * self.shape.n * (narrow * self.dtype.itemsize + wide * torch.float32.itemsize)
 
     def clear(self) -> None:
-        """What a step may have overwritten as it was, and the GPU busy for the while of a step's launches."""
+        """What a step may have overwritten as it was."""
         self.raw.copy_(self.kept)
         for step in self.steps.values():
             step.entry()
-        if self.device.type == "cuda":
-            cuda: Any = torch.cuda
-            cuda._sleep(_AHEAD_CYCLES)
 
 
 def _triton(x: Inputs) -> dict[str, Step]:

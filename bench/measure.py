@@ -27,6 +27,8 @@ LEAST_SAMPLES = 3
 SLOW = 2.0  # times the floor: what a step may take of each round
 MOST_STRIDE = 5
 FLOOR = "floor"
+# products of square matrices before each step, some ten milliseconds on an H200
+LAYERS, SIDE = 7, 8192
 _CUDA: Any = torch.cuda  # whose classes have no types
 
 Step = Callable[[], object]
@@ -74,7 +76,11 @@ def release(device: torch.device) -> None:
 
 
 class _Round:
-    """Times of one round: events on a GPU, read only after the round, so that the host can run ahead."""
+    """Times of one round: events on a GPU, read only after the round.
+
+    There products come first, like a model's layers before its head: every step starts at the clock that the GPU
+    sustains, whatever ran before, and finds its launches made.
+    """
 
     def __init__(self, device: torch.device, clock: Callable[[], float]) -> None:
         self.device = device
@@ -82,6 +88,9 @@ class _Round:
         self.cuda = device.type == "cuda"
         # larger than any second-level cache, so that no step finds its operands there
         self._flush = torch.empty(256 * MIB, dtype=torch.int8, device=device) if self.cuda else None
+        if self.cuda:
+            self._layer = torch.randn(SIDE, SIDE, dtype=torch.bfloat16, device=device)
+            self._product = torch.empty_like(self._layer)
         self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
         self._times: dict[str, float] = {}
 
@@ -91,6 +100,8 @@ class _Round:
             work()
             self._times[name] = (self.clock() - begin) * 1e3
             return
+        for _ in range(LAYERS):
+            torch.mm(self._layer, self._layer, out=self._product)
         self._flush.zero_()
         start, end = _CUDA.Event(enable_timing=True), _CUDA.Event(enable_timing=True)
         start.record()

@@ -28,7 +28,8 @@ How to read it:
 - **floor**: the op's own matrix products through the vendor's library, into tensors that are there already, in the same
   rounds: one for the logits of each model, and two for the gradients where they are formed.
 - **ms**: median over rounds in which all providers take turns in random order, gradients None at entry, with the
-  percentiles beside it. Slow providers take part in fewer rounds.
+  percentiles beside it. Slow providers take part in fewer rounds. Before each turn the GPU multiplies for some ten
+  milliseconds, as it does for a model's layers: a turn starts at the clock that the GPU sustains, its launches made.
 - **+MiB**: peak memory over the inputs; **beyond grads**: the same less the gradients, which all must return.
 - **loss, dX, dW**: norm of the error over the norm of the truth, computed in a wider dtype; **dW untargeted**: on the
   rows of tokens that are nobody's label. A provider whose errors are past the gate's bounds gets no time.
