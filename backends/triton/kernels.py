@@ -523,7 +523,7 @@ def diverge(
 
     beta of 0 makes M the student, 1 the teacher.
     """
-    part, low, high, c, here = _share(n, V, rows, BN, FORTH=out is None)
+    part, low, high, c, here = _share(n, V, rows, BN, FORTH=TEACHER or STUDENT)
     q_top = tl.load(q_lse + c, mask=here, other=0.0)[None, :]
     p_top = tl.load(p_lse + c, mask=here, other=0.0)[None, :]
     q_total = tl.load(q_lse + n + c, mask=here, other=0.0)[None, :]
