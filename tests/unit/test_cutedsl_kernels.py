@@ -449,6 +449,16 @@ def test_no_product_spills(config: Config) -> None:
     assert found["merge"].products == 0
 
 
+def test_what_is_compiled_by_default_has_every_option_of_each_dtype() -> None:
+    compile = pytest.importorskip("headmux.backends.cutedsl.compile")
+    every, few = set(compile.targets()), set(compile.targets(every=False))
+    assert few < every
+    options = ("bias", "softcap", "entropy", "per_token")
+    for dtype, option in itertools.product((torch.bfloat16, torch.float16), options):
+        found = {getattr(c, option) for c, _ in few if isinstance(c, Config) and c.dtype == dtype}
+        assert found == {False, True}
+
+
 @pytest.mark.parametrize(
     "config", [Adding(torch.bfloat16, False, True, True), Adding(torch.float16, True, False, False)]
 )
