@@ -2,8 +2,8 @@
 what the kernels take.
 
 ``python -m headmux.backends.cutedsl.compile [--every]`` fails if one spills or asks for more shared memory than there
-is. Without ``--every``, the statistics of fp16 are compiled with all options and with none: with some of them, they
-take what those of bf16 do. It needs the cuobjdump that comes with Triton, or one on the path.
+is. Without ``--every``, statistics are compiled with none of their options, all, and all but one: any two of them have
+every combination of their values. It needs the cuobjdump that comes with Triton, or one on the path.
 """
 
 from __future__ import annotations
@@ -90,13 +90,18 @@ def configs() -> Iterator[Kind]:
 def targets(*, every: bool = True) -> Iterator[tuple[Kind, str]]:
     """The configurations with each architecture that they are to compile for. Products are for exactly one."""
     for config in configs():
-        if not every and isinstance(config, Config) and config.dtype == torch.float16 and not config.store:
-            options = {config.bias, config.softcap, config.entropy, config.per_token}
-            if len(options) > 1:
-                continue
+        if not every and _between(config):
+            continue
         yield config, ARCHITECTURE
         if not isinstance(config, Config | Adding):
             yield config, "sm_100a"
+
+
+def _between(config: Kind) -> bool:
+    """Whether it is of statistics with some of their options, and without more than one."""
+    if not isinstance(config, Config) or config.keep or config.store:
+        return False
+    return sum((config.bias, config.softcap, config.entropy, config.per_token)) in (1, 2)
 
 
 def resources(config: Kind, architecture: str = ARCHITECTURE) -> list[Resources]:
@@ -130,7 +135,7 @@ def _kernel(symbol: str) -> str:
 def main(words: Sequence[str] | None = None) -> int:
     """Print the resources of the kernels; the number of those that spill or do not fit."""
     parser = argparse.ArgumentParser(prog="python -m headmux.backends.cutedsl.compile")
-    parser.add_argument("--every", action="store_true", help="every configuration, also fp16's with some options")
+    parser.add_argument("--every", action="store_true", help="every configuration")
     every = parser.parse_args(words).every
     bad = 0
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
