@@ -43,7 +43,6 @@ def tests(session: nox.Session) -> None:
     _pytest(session, "tests", *session.posargs)
     if HAS_TRITON and not session.posargs:
         _interpreted(session)
-        session.run("python", "-m", "headmux.backends.cutedsl.compile")
         _compile(session)
         for version in VERSIONS[1:]:
             session.notify(f"compile(triton='{version}')", [])
@@ -67,9 +66,7 @@ def compile(session: nox.Session, triton: str) -> None:
     """
     newest = triton == NEWEST
     _install(session, *(["cutedsl"] if newest else []), triton=triton)
-    if newest:
-        session.run("python", "-m", "headmux.backends.cutedsl.compile", "--every")
-    _compile(session, *session.posargs)
+    _compile(session, *session.posargs, cutedsl=newest)
 
 
 @nox.session
@@ -129,7 +126,9 @@ def _typecheck(session: nox.Session) -> None:
     session.run("mypy", "--strict", "--cache-dir", str(Path(session.create_tmp()) / "mypy"), *words)
 
 
-def _compile(session: nox.Session, *words: str) -> None:
+def _compile(session: nox.Session, *words: str, cutedsl: bool = True) -> None:
+    if cutedsl:
+        session.run("python", "-m", "headmux.backends.cutedsl.compile")
     session.run("python", "-m", "headmux.backends.triton.compile", *words)
 
 

@@ -1,19 +1,17 @@
 """Compile every configuration for Hopper, and what is not a matrix product for Blackwell too, without a GPU, and say
 what the kernels take.
 
-``python -m headmux.backends.cutedsl.compile [--every]`` fails if one spills or asks for more shared memory than there
-is. Without ``--every``, statistics are compiled with none of their options, all, and all but one: any two of them have
-every combination of their values. It needs the cuobjdump that comes with Triton, or one on the path.
+``python -m headmux.backends.cutedsl.compile`` fails if one spills or asks for more shared memory than there is. It
+needs the cuobjdump that comes with Triton, or one on the path.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -87,21 +85,12 @@ def configs() -> Iterator[Kind]:
         yield Adding(dtype, add, inside, more)
 
 
-def targets(*, every: bool = True) -> Iterator[tuple[Kind, str]]:
-    """The configurations with each architecture that they are to compile for. Products are for exactly one."""
+def targets() -> Iterator[tuple[Kind, str]]:
+    """Every configuration with each architecture that it is to compile for. Products are for exactly one."""
     for config in configs():
-        if not every and _between(config):
-            continue
         yield config, ARCHITECTURE
         if not isinstance(config, Config | Adding):
             yield config, "sm_100a"
-
-
-def _between(config: Kind) -> bool:
-    """Whether it is of statistics with some of their options, and without more than one."""
-    if not isinstance(config, Config) or config.keep or config.store:
-        return False
-    return sum((config.bias, config.softcap, config.entropy, config.per_token)) in (1, 2)
 
 
 def resources(config: Kind, architecture: str = ARCHITECTURE) -> list[Resources]:
@@ -132,14 +121,11 @@ def _kernel(symbol: str) -> str:
     return next((name for name in names if f"_{name}_" in symbol), "merge")
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Print the resources of the kernels; the number of those that spill or do not fit."""
-    parser = argparse.ArgumentParser(prog="python -m headmux.backends.cutedsl.compile")
-    parser.add_argument("--every", action="store_true", help="every configuration")
-    every = parser.parse_args(words).every
+def main() -> int:
+    """Print the resources of every kernel; the number of those that spill or do not fit."""
     bad = 0
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn")) as pool:
-        for one in itertools.chain.from_iterable(pool.map(resources, *zip(*targets(every=every), strict=True))):
+        for one in itertools.chain.from_iterable(pool.map(resources, *zip(*targets(), strict=True))):
             wrong = one.stack > 0 or one.shared > MOST_SHARED
             bad += wrong
             print(f"{one}{'  SPILLS OR DOES NOT FIT' if wrong else ''}", flush=True)

@@ -449,16 +449,6 @@ def test_no_product_spills(config: Config) -> None:
     assert found["merge"].products == 0
 
 
-def test_any_two_options_have_every_combination_in_what_is_compiled_by_default() -> None:
-    compile = pytest.importorskip("headmux.backends.cutedsl.compile")
-    every, few = set(compile.targets()), set(compile.targets(every=False))
-    assert few < every
-    for dtype in (torch.bfloat16, torch.float16):
-        found = [c for c, _ in few if isinstance(c, Config) and c.dtype == dtype and not (c.keep or c.store)]
-        for first, second in itertools.combinations(("bias", "softcap", "entropy", "per_token"), 2):
-            assert len({(getattr(c, first), getattr(c, second)) for c in found}) == 4
-
-
 @pytest.mark.parametrize(
     "config", [Adding(torch.bfloat16, False, True, True), Adding(torch.float16, True, False, False)]
 )
