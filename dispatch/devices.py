@@ -50,6 +50,18 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU of CUDA; 1 for other kinds of devices."""
+    if device.type != "cuda":
+        return 1
+    return _cuda_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+
+
 @functools.cache
 def _cuda_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)

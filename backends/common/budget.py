@@ -14,8 +14,8 @@ from contextvars import ContextVar
 VARIABLE = "HEADMUX_BUDGET_MB"
 MIB = 2**20
 
-# 56 MiB keep the whole CPU call under 64; on a GPU 272 MiB are 1024 tokens of a vocabulary of 128256 and a block
-_DEFAULTS = {"cpu": 56 * MIB, "cuda": 272 * MIB}
+# 56 MiB keep the whole CPU call under 64; on a GPU 289 MiB are 1024 tokens of a vocabulary of 128256 and a block
+_DEFAULTS = {"cpu": 56 * MIB, "cuda": 289 * MIB}
 
 _override: ContextVar[int | None] = ContextVar("headmux_budget", default=None)
 

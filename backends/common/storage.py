@@ -17,13 +17,17 @@ large as the one before, but never smaller than the excess.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from headmux.devices import multiprocessors
+
 _ALIGNED = 16  # elements: 32 bytes of a 16-bit dtype, and what Triton's vector loads ask of a stride
 _BYTES = 128
-_ROWS = 256  # of a tile of a matrix product
+_TILE = (128, 256)  # rows and columns of a tile of a matrix product
+_LAUNCH = 1 / 16  # what a product costs beside its tiles, in waves of them
 
 
 def capacity(total_dtype: torch.dtype, hidden: int, held: torch.dtype) -> int:
@@ -65,19 +69,34 @@ def workspace(
 
 def blocks(total: Tensor, inside: Tensor, most: int | None = None) -> Iterator[slice]:
     """Blocks of rows, in the order in which they may be written to the first tensor of ``workspace`` once the same rows
-    of the second have been read: as few as can be, or of at most so many rows.
+    of the second have been read: as few as is fast, or of at most so many rows.
     """
-    vocabulary = total.shape[0]
+    vocabulary, columns = total.shape
+    processors = multiprocessors(total.device)
     wide, narrow = total.stride(0) * total.itemsize, inside.stride(0) * inside.itemsize
     start = inside.storage_offset() * inside.itemsize
     low = 0
     while low < vocabulary:
         high = (start + low * narrow) // wide
-        if high < vocabulary and high - low > _ROWS:
-            high -= (high - low) % _ROWS
+        if high < vocabulary:
+            high = low + whole(high - low, columns, processors)
         high = min(high, vocabulary, vocabulary if most is None else low + most)
         yield slice(low, high)
         low = high
+
+
+@lru_cache(maxsize=1024)
+def whole(rows: int, columns: int, processors: int) -> int:
+    """At most so many rows, of which a product with so many columns takes the least time for each.
+
+    Every processor computes a tile at a time, so a wave of fewer tiles takes as long as a full one.
+    """
+    most, across = rows // _TILE[0], -(-columns // _TILE[1])
+    if not most:
+        return rows
+    last = -(-most * across // processors)
+    heights = [(min(most, wave * processors // across), wave) for wave in range(max(1, last - 8), last + 1)]
+    return max((height / (wave + _LAUNCH), height) for height, wave in heights)[1] * _TILE[0]
 
 
 def apart(total: Tensor, inside: Tensor, rows: int) -> bool:

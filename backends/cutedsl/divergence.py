@@ -14,7 +14,8 @@ from headmux.backends.common.jsd import Divergence
 from headmux.backends.common.storage import padded, rows_of
 from headmux.backends.cutedsl.build import Comparison, kernel
 from headmux.backends.cutedsl.launch import accumulate, scale_rows
-from headmux.backends.cutedsl.statistics import aligned, logits, multiprocessors
+from headmux.backends.cutedsl.statistics import aligned, logits
+from headmux.devices import multiprocessors
 
 if TYPE_CHECKING:
     from headmux.ops.jsd import JSDArgs
@@ -84,7 +85,7 @@ def diverge(
     """
     (q, q_lse), (p, p_lse) = student, teacher
     between = 0.0 < beta < 1.0
-    blocks = BLOCKS[loss, into is not None] * multiprocessors(q.device.index)
+    blocks = BLOCKS[loss, into is not None] * multiprocessors(q.device)
     width, columns, parts = cut(*q.shape, blocks)
     sums = None
     if loss:

@@ -14,8 +14,9 @@ from headmux.backends.common.residual import scaled as plain
 from headmux.backends.common.storage import apart
 from headmux.backends.cutedsl.build import SCALED, Adding, Scaling, Sorting, kernel
 from headmux.backends.cutedsl.schedule import CLUSTER, COLUMN, RING, TOKENS
-from headmux.backends.cutedsl.statistics import aligned, multiprocessors
+from headmux.backends.cutedsl.statistics import aligned
 from headmux.contract import Upstream
+from headmux.devices import multiprocessors
 
 _BLOCKS = 132 * 16
 
@@ -72,7 +73,7 @@ def accumulate(
         gemm.accumulate(total, pairs, dtype, first=first, inside=inside, **others)
         return
     columns, across = -(-total.shape[0] // COLUMN), -(-total.shape[1] // (CLUSTER * TOKENS))
-    clusters = min(multiprocessors(total.device.index) // CLUSTER, columns * across)
+    clusters = min(multiprocessors(total.device) // CLUSTER, columns * across)
     zeros = torch.zeros(columns * inside + (clusters + 1) * RING, dtype=torch.int32, device=total.device)
     read, ring = zeros[: columns * inside], zeros[columns * inside :].view(-1, RING)
     operands = [t for left, right in pairs for t in (aligned(right), left)] + [None] * (2 * (2 - len(pairs)))

@@ -13,6 +13,7 @@ from torch import Tensor
 from headmux.backends.common.head import MASKED
 from headmux.backends.cutedsl.build import Config, kernel
 from headmux.backends.cutedsl.schedule import COLUMN, Schedule
+from headmux.devices import multiprocessors
 
 _LOG2E = math.log2(math.e)
 _ALIGNED = 16  # bytes, of rows that TMA reads
@@ -170,7 +171,7 @@ def _launch(
         shift = input.new_zeros(padded, dtype=torch.float32)
     factors = outer * _LOG2E / temperature
     one, each = (1.0, factors) if isinstance(factors, Tensor) else (factors, None)
-    slots, schedule = _schedule(tokens, vocabulary, hidden, input.device.index)
+    slots, schedule = _schedule(tokens, vocabulary, hidden, input.device)
     entropy = found[2] is not None
     partials = input.new_empty((3 if entropy else 2, slots), dtype=torch.float32)
     config = Config(input.dtype, shift is not None, softcap is not None, entropy, each is not None, keep, store)
@@ -203,13 +204,7 @@ def aligned(rows: Tensor) -> Tensor:
 
 
 @functools.lru_cache(maxsize=256)
-def _schedule(tokens: int, vocabulary: int, hidden: int, device: int) -> tuple[int, tuple[int, ...]]:
+def _schedule(tokens: int, vocabulary: int, hidden: int, device: torch.device) -> tuple[int, tuple[int, ...]]:
     """How many slots all tokens take, and what the kernels are told of the schedule."""
     found = Schedule.of(tokens, vocabulary, hidden, multiprocessors(device))
     return found.size, (found.group, *found.periods, found.slots, found.clusters)
-
-
-@functools.cache
-def multiprocessors(device: int) -> int:
-    """Multiprocessors of a GPU."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -14,6 +14,7 @@ from headmux.backends.common.head import Head, Steps
 from headmux.backends.common.jsd import Divergence
 from headmux.backends.common.storage import rows_of
 from headmux.backends.triton.launch import Side, Transform, diverge, logsumexp, raw_logits, scale_rows
+from headmux.backends.triton.tuning import BLOCK
 
 
 class TritonDivergence(Divergence):
@@ -22,8 +23,11 @@ class TritonDivergence(Divergence):
     steps = Steps(scale_rows=scale_rows)
     passes_over = True
     copies = 1
-    # 2048 rows of 4096 tokens, as wide_bytes counts them
-    block_bytes = 32 * MIB
+
+    @property
+    def block_bytes(self) -> int:
+        """As wide logits are counted, of which a block of 16-bit gradients holds half the bytes."""
+        return 2 * BLOCK if self.student.dtype.itemsize == 2 else 32 * MIB
 
     def compare(
         self, tokens: slice, student: Tensor, teacher: Tensor, upstream: Tensor | None, out: Tensor | None

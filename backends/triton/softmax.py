@@ -30,6 +30,7 @@ from headmux.backends.triton.launch import (
     statistics,
     to_gradient,
 )
+from headmux.backends.triton.tuning import BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class TritonSoftmax(Softmax):
         if self.labels.valid is not None:
             self.head = replace(self.head, counts=self.labels.counts)
         self.hold_as_operands()
+        if self.held_dtype.itemsize == 2:
+            self.block_bytes = BLOCK
 
     def survey(self, tokens: slice, places: Iterator[Place]) -> Statistics:
         """One chunk's logits at a time."""

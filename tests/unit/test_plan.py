@@ -78,8 +78,8 @@ def test_pieces(total: int, size: int) -> None:
 def test_defaults() -> None:
     assert current() is None
     assert budget_for("cpu") == 56 * MIB
-    assert budget_for("cuda") == budget_for("xpu") == 272 * MIB
-    assert budget_for("cuda", share=2) == 544 * MIB
+    assert budget_for("cuda") == budget_for("xpu") == 289 * MIB
+    assert budget_for("cuda", share=2) == 578 * MIB
     with budget(7):
         assert budget_for("cuda", share=2) == 7 * MIB
 
