@@ -2,6 +2,8 @@
 them. A logit is ``_bits`` of its raw value: the head's transform, in units of log 2, so that a softmax needs ``exp2``.
 
 A tile is [rows, BN] with the tokens along a row of S: its rows stay within a thread, and so do all sums over them.
+A row has places for ``width`` tokens, n and up to 15 more. What is in those is nobody's, to be loaded and overwritten:
+so no mask ends within a vector where n is not a multiple of 16, which would make single loads of it.
 
 Loads go to fp32 at once and stores round to nearest even in the interpreter too, whose own bf16 arithmetic is wrong and
 whose bf16 stores truncate. Optional pointers and numbers are None where there is none of them.
@@ -90,9 +92,9 @@ def _slope(z, scale, softcap):
 
 
 @triton.jit
-def _share(n, V, rows, BN: tl.constexpr, FORTH: tl.constexpr):
-    """Which part of the classes a program has, its first class and the one after its last, its tokens, and whether
-    there are those.
+def _share(n, width, V, rows, BN: tl.constexpr, FORTH: tl.constexpr):
+    """Which part of the classes a program has, its first class and the one after its last, its tokens, whether there
+    are those, and whether S has a place for them.
 
     Programs go forth, from the first classes on, or back: one that follows on another pass over the logits goes the
     other way, for what that has touched last is still in the second-level cache.
@@ -104,7 +106,7 @@ def _share(n, V, rows, BN: tl.constexpr, FORTH: tl.constexpr):
     part = number // columns
     low = part * rows
     c = (number % columns) * BN + tl.arange(0, BN)
-    return part, low, tl.minimum(low + rows, V), c, c < n
+    return part, low, tl.minimum(low + rows, V), c, c < n, c < width
 
 
 @triton.jit
@@ -136,7 +138,7 @@ def scale_rows(X, x_row, x_column, factors, n, H, out, BN: tl.constexpr, BH: tl.
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def look(
-    S, stride, n, V, labels, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap, inverse,
+    S, stride, n, width, V, labels, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap, inverse,
     partials, rows, parts,
     ENTROPY: tl.constexpr, SMOOTHED: tl.constexpr, BEST: tl.constexpr, EVEN: tl.constexpr,
     R: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
@@ -148,7 +150,7 @@ def look(
     to be another one, what the sums hold of it may be more than all the others, and cannot be subtracted. EVEN tells
     that ``rows`` and V are multiples of R.
     """
-    part, low, high, c, here = _share(n, V, rows, BN, FORTH=False)
+    part, low, high, c, here, held = _share(n, width, V, rows, BN, FORTH=False)
     inverse = _inverse(divisors, inverse, c, here)
     if divisors is not None:
         inverse = inverse[None, :]
@@ -162,7 +164,7 @@ def look(
     for v in tl.range(low, high, R, num_stages=STAGES):
         row = v + tl.arange(0, R)
         there = row < high
-        mask = here[None, :]
+        mask = held[None, :]
         if not EVEN:
             mask = mask & there[:, None]
         raw = tl.load(S + row[:, None].to(tl.int64) * stride + c[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -207,7 +209,7 @@ def look(
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def exponentiate(
-    S, stride, n, V, labels, valid, dots, bias, divisors, scale, inverse, partials, rows, parts,
+    S, stride, n, width, V, labels, valid, dots, bias, divisors, scale, inverse, partials, rows, parts,
     EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """``rows`` classes of S become exponentials exp(z - m), in place, 0 where a token is not valid; ``partials``
@@ -217,7 +219,7 @@ def exponentiate(
     lies so far above it that its exponential would not fit: then m is raised to that logit, and what the program has
     stored for that token is scaled down. m / log 2 is rounded to an integer, so that scaling is exact.
     """
-    part, low, high, c, here = _share(n, V, rows, BN, FORTH=False)
+    part, low, high, c, here, held = _share(n, width, V, rows, BN, FORTH=False)
     inverse = _inverse(divisors, inverse, c, here)
     counted = here
     if valid is not None:
@@ -232,7 +234,7 @@ def exponentiate(
     for v in range(low, high, R):
         row = v + tl.arange(0, R)
         there = row < high
-        mask = here[None, :]
+        mask = held[None, :]
         known = counted[None, :]
         if not EVEN:
             mask = mask & there[:, None]
@@ -271,19 +273,20 @@ def exponentiate(
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def settle(
-    S, stride, n, V, labels, partials, statistics, rows, parts, EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr
-):
+    S, stride, n, width, V, labels, partials, statistics, rows, parts,
+    EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
     """Exponentials against one m for each token, which they are already unless one was raised, and at the label what
     makes them a multiple of p - [j = y]: minus the sum of the others. ``statistics`` as ``combine`` leaves them.
     """
-    part, low, high, c, here = _share(n, V, rows, BN, FORTH=False)
+    part, low, high, c, here, held = _share(n, width, V, rows, BN, FORTH=False)
     mine = tl.load(partials + part.to(tl.int64) * n + c, mask=here, other=0.0)
     top = tl.load(statistics + 3 * n + c, mask=here, other=0.0)
     if tl.max((top > mine).to(tl.int32), 0) > 0:
         share = tl.where(top > mine, tl.exp2(mine - top), 1.0)[None, :]
         for v in range(low, high, R):
             row = v + tl.arange(0, R)
-            mask = here[None, :]
+            mask = held[None, :]
             if not EVEN:
                 mask = mask & (row < high)[:, None]
             place = S + row[:, None].to(tl.int64) * stride + c[None, :]
@@ -426,7 +429,7 @@ def dots_at_labels(
 
 @triton.jit(do_not_specialize=["rows"])
 def to_gradient(
-    S, stride, n, V, labels, valid, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap, inverse,
+    S, stride, n, width, V, labels, valid, bias, divisors, weights, UNIT: tl.constexpr, scale, softcap, inverse,
     dots, rest_lse, softmax, label_part, entropy, smoothing, rows,
     EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -437,7 +440,7 @@ def to_gradient(
     ``smoothing`` are the parts. ``dots`` are the raw logits at the labels, ``rest_lse`` [3, n] is 1 - p there
     and the logsumexp in two numbers, as ``combine`` leaves them.
     """
-    _, low, high, c, here = _share(n, V, rows, BN, FORTH=True)
+    _, low, high, c, here, held = _share(n, width, V, rows, BN, FORTH=True)
     inverse = _inverse(divisors, inverse, c, here)
     top = tl.load(rest_lse + n + c, mask=here, other=0.0)
     log_total = tl.load(rest_lse + 2 * n + c, mask=here, other=0.0)
@@ -455,7 +458,7 @@ def to_gradient(
     for v in tl.range(low, high, R, num_stages=STAGES):
         row = v + tl.arange(0, R)
         there = row < high
-        mask = here[None, :]
+        mask = held[None, :]
         if not EVEN:
             mask = mask & there[:, None]
         place = S + row[:, None].to(tl.int64) * stride + c[None, :]
@@ -509,8 +512,8 @@ def to_gradient(
 
 @triton.jit(do_not_specialize=["rows", "parts"])
 def diverge(
-    Q, P, stride, n, V, valid, q_bias, q_scale, q_softcap, p_bias, p_scale, p_softcap, inverse, q_lse, p_lse, beta,
-    upstream, kl, out, out_stride, partials, rows, parts,
+    Q, P, stride, n, width, V, valid, q_bias, q_scale, q_softcap, p_bias, p_scale, p_softcap, inverse, q_lse, p_lse,
+    beta, upstream, kl, out, out_stride, partials, rows, parts,
     TEACHER: tl.constexpr, STUDENT: tl.constexpr, EVEN: tl.constexpr, R: tl.constexpr, BN: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -523,7 +526,7 @@ def diverge(
 
     beta of 0 makes M the student, 1 the teacher.
     """
-    part, low, high, c, here = _share(n, V, rows, BN, FORTH=TEACHER or STUDENT)
+    part, low, high, c, here, held = _share(n, width, V, rows, BN, FORTH=TEACHER or STUDENT)
     q_top = tl.load(q_lse + c, mask=here, other=0.0)[None, :]
     p_top = tl.load(p_lse + c, mask=here, other=0.0)[None, :]
     q_total = tl.load(q_lse + n + c, mask=here, other=0.0)[None, :]
@@ -543,7 +546,7 @@ def diverge(
     for v in tl.range(low, high, R, num_stages=STAGES):
         row = v + tl.arange(0, R)
         there = row < high
-        mask = here[None, :]
+        mask = held[None, :]
         if not EVEN:
             mask = mask & there[:, None]
         at = row[:, None].to(tl.int64) * stride + c[None, :]
@@ -589,7 +592,10 @@ def diverge(
             if valid is not None:
                 g = tl.where(counted, g, 0.0)
             place = out + row[:, None].to(tl.int64) * out_stride + c[None, :]
-            tl.store(place, _rounded(g, out.dtype.element_ty), mask=mask)
+            mine = here[None, :]  # other tokens' places may follow
+            if not EVEN:
+                mine = mine & there[:, None]
+            tl.store(place, _rounded(g, out.dtype.element_ty), mask=mine)
     at_part = partials + part.to(tl.int64) * n + c
     if TEACHER:
         tl.store(at_part, sum_p * _LN2, mask=here)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headmux.backends.common import gemm
 from headmux.backends.common.gemm import Way, accumulate, is_native, operand, product, way, wide_dtype
-from headmux.backends.common.storage import blocks, capacity, workspace
+from headmux.backends.common.storage import blocks, capacity, whole, workspace
 
 F32, F64, F16, BF16 = torch.float32, torch.float64, torch.float16, torch.bfloat16
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -288,7 +289,7 @@ def test_blocks_are_few_and_never_reach_rows_still_to_be_read(
 
 def test_blocks_shrink_with_the_share_of_tokens() -> None:
     total, inside = workspace(torch.zeros(1), (128256, 64), BF16, 16, BF16, 8192)
-    assert [b.stop - b.start for b in blocks(total, inside)] == [98048, 24576, 5632]
+    assert [b.stop - b.start for b in blocks(total, inside)] == [98176, 24576, 5504]
 
 
 @pytest.mark.parametrize("tokens", [1, 17, 20, 24])
@@ -305,3 +306,34 @@ def test_product_widens() -> None:
     assert torch.equal(out, product(left, right))
     assert product(left, right).dtype == F32
     assert product(left.double(), right.double()).dtype == F64
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "processors", "expected"),
+    [
+        (4300, 4096, 132, 4224),  # 33 rows of 16 tiles: 4 waves
+        (4224, 4096, 132, 4224),
+        (4223, 4096, 132, 4096),  # 32 rows of tiles take as long as 33, but 16 of them take more than half of that
+        (8448, 2048, 132, 8448),
+        (4300, 4096, 108, 3456),
+        (4300, 4096, 1, 4224),  # elsewhere only whole tiles count
+        (127, 4096, 132, 127),
+        (128, 99999, 132, 128),
+    ],
+)
+def test_blocks_are_whole_waves_of_tiles(rows: int, columns: int, processors: int, expected: int) -> None:
+    assert whole(rows, columns, processors) == expected
+
+
+@pytest.mark.parametrize("processors", [132, 114, 108, 148, 1])
+@pytest.mark.parametrize("columns", [64, 768, 2048, 2304, 2880, 4096, 7168, 16384])
+def test_no_block_is_much_slower_by_the_row_than_the_best(columns: int, processors: int) -> None:
+    def cost(height: int) -> float:
+        return (math.ceil(height * across / processors) + 1 / 16) / height
+
+    across = math.ceil(columns / 256)
+    for rows in [*range(128, 9000, 413), 30000, 128000]:
+        found, rest = divmod(whole(rows, columns, processors), 128)
+        assert rest == 0
+        assert 1 <= found <= rows // 128
+        assert cost(found) <= 1.01 * min(cost(height) for height in range(1, rows // 128 + 1))

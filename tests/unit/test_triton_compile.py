@@ -78,6 +78,14 @@ def test_tiles_are_the_widest_and_the_narrowest(launches: list[Launch]) -> None:
     assert found["combine"]["BN"] == {combined(count)[0] for count in range(1, 4097)} == {2, 4, 8}
 
 
+def test_rows_of_logits_have_places_for_whole_vectors_of_tokens(launches: list[Launch]) -> None:
+    walks = [a for launch in launches if (a := dict(launch.arguments)).get("width")]
+    assert {a["n"] % 16 == 0 for a in walks} == {True, False}
+    for a in walks:
+        assert a["width"] % 16 == 0
+        assert a["n"] <= a["width"] < a["n"] + 16
+
+
 def test_kernels_that_compare_logits_round_them_alike(launches: list[Launch]) -> None:
     """A product that is fused with what is subtracted from it is not rounded, and the largest one, stored, was."""
     apart = {dict(launch.settings).get("enable_fp_fusion") for launch in launches if launch.kernel == "diverge"}

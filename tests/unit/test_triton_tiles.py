@@ -1,4 +1,6 @@
-"""Triton's kernels, interpreted, on tiles as small as a GPU's: parts of the vocabulary of few classes, or of one."""
+"""Triton's kernels, interpreted: on tiles as small as a GPU's, where parts of the vocabulary have few classes or one,
+and on rows of logits that have more places than there are tokens.
+"""
 
 from __future__ import annotations
 
@@ -53,9 +55,72 @@ print("right")
 """
 
 
-def test_small_tiles() -> None:
+PLACES = """
+import torch
+from headmux.backends.common.head import Head
+from headmux.backends.common.labels import Labels
+from headmux.backends.common.softmax import Coefficients, Wanted
+from headmux.backends.common.storage import padded, rows_of
+from headmux.backends.triton import launch
+from headmux.backends.triton.launch import Side, Transform
+
+n, v = 37, 301
+torch.manual_seed(0)
+states, weight = torch.randn(n, 8), torch.randn(v, 8)
+target = torch.randint(0, v, (n,))
+target[::5] = -100
+ones = torch.ones(n)
+
+
+def rows(values, poison):
+    if poison is None:
+        found = values.contiguous()
+        assert launch._places(found) == 37
+        return found.clone()
+    found = rows_of(torch.full((v * padded(n),), poison, dtype=values.dtype), v, n)
+    assert launch._places(found) == 48
+    return found.copy_(values)
+
+
+def run(dtype, poison):
+    head = Head(states.to(dtype), weight.to(dtype), None, dtype, 1.0, None, 1.0)
+    t = Transform(head, slice(0, n))
+    z = (states @ weight.t()).t()
+    labels, _ = launch.admit(states, target, -100, v, torch.float32)
+    dots = launch.dots_at_labels(head, labels.index)
+    raw, found = rows(z.to(dtype), poison), []
+    for wanted in (Wanted(), Wanted(entropy=True, best=True, smoothed=True)):
+        statistics, rest_lse = launch.statistics(raw, t, wanted, labels, dots)
+        found += [statistics.lse, statistics.target_logit, statistics.entropy, statistics.best, statistics.smoothed]
+    by = Coefficients(ones, ones, entropy=ones * 0.1, smoothing=ones * 1e-3)
+    launch.to_gradient(raw, t, labels, dots, rest_lse, by)
+    found.append(raw.clone())
+    if dtype == torch.bfloat16:
+        raw = rows(z.to(dtype) * 30.0, poison)  # some are far above their labels
+        statistics, factors = launch.exponentials(raw, t, labels, dots)
+        return [*found, statistics.lse, factors, raw.clone()]
+    q, p = (rows(x, poison) for x in (z, z * 1.1))
+    q, p = (Side(x, t, launch.logsumexp(x, t)) for x in (q, p))
+    kl = launch.diverge(q, p, 0.5, labels.valid, loss=True)
+    out = torch.full((v, padded(n) + 16), 7.0, dtype=torch.bfloat16)
+    launch.diverge(q, p, 0.5, labels.valid, loss=False, upstream=ones, kl=kl[-1], into=out[:, :n])
+    assert (out[:, n:] == 7.0).all()
+    return [*found, q.lse, kl, out]
+
+
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    want = run(dtype, None)
+    for poison in (float("nan"), float("inf"), -float("inf"), 6.0e4):
+        for a, b in zip(run(dtype, poison), want, strict=True):
+            assert (a is b is None) or torch.equal(a, b), (dtype, poison)
+print("right")
+"""
+
+
+@pytest.mark.parametrize("calls", [CALLS, PLACES], ids=["small-tiles", "places-that-are-nobodys"])
+def test_interpreted(calls: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", CALLS],
+        [sys.executable, "-W", "ignore", "-c", calls],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
