@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headmux.backends.common.gemm import accumulate, is_native, operand, product, wide_dtype
 from headmux.backends.common.plan import Plan
-from headmux.backends.common.storage import rows_of
+from headmux.backends.common.storage import alone, padded, rows_of, spread
 
 MASKED = -1e30
 """Stands for a bias of -inf, which masks a class, so that differences of masked logits are 0 and not NaN."""
@@ -54,9 +54,9 @@ class Head:
         """Whether GEMM operands are copied to a wider dtype first."""
         return not is_native(self.dtype, self.weight.device) or self.weight.dtype != self.dtype
 
-    def right(self, tokens: slice) -> Tensor:
-        """The [H, n] operand of these tokens, for ``logits``."""
-        return operand(self.input[tokens], self.dtype).t()
+    def right(self, tokens: slice, count: int = 0) -> Tensor:
+        """The [H, n] operand of these tokens, for ``logits``, with columns of zeros if ``count`` is more than n."""
+        return zeros_after(operand(self.input[tokens], self.dtype), count).t()
 
     def divisor(self, tokens: slice) -> float | Tensor:
         """The temperature of these tokens."""
@@ -113,6 +113,20 @@ class Chunk:
     factor: Tensor | None = None
 
 
+def zeros_after(rows: Tensor, count: int) -> Tensor:
+    """The rows and, if they are fewer than ``count``, rows of zeros."""
+    more = count - rows.shape[0]
+    return torch.nn.functional.pad(rows, (0, 0, 0, more)) if more > 0 else rows
+
+
+def _with_zeros(gradient: Tensor) -> Tensor:
+    """[V, n] logits' gradient with its rows' other places, where there are now zeros."""
+    found = spread(gradient)
+    if found.shape != gradient.shape:
+        found[:, gradient.shape[1] :].zero_()
+    return found
+
+
 def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Tensor:
     """[n, H] states times [n] factors, rounded once, in ``out`` or a new tensor."""
     return torch.mul(states, factors[:, None], out=torch.empty_like(states) if out is None else out)
@@ -150,7 +164,8 @@ class Gradients:
     ) -> None:
         self._head, self._needs, self._dtypes, self._plan, self._steps = head, needs, dtypes, plan, steps
         self.total = total
-        self._input = head.input.new_empty(head.input.shape, dtype=dtypes[0]) if needs[0] else None
+        tokens, hidden = head.input.shape
+        self._room = head.input.new_empty((padded(tokens), hidden), dtype=dtypes[0]) if needs[0] else None
         self._bias: Tensor | None = None
         self._first = True
 
@@ -161,30 +176,50 @@ class Gradients:
         chunks is rounded once.
         """
         head = self._head
+        pairs = []
         for chunk in chunks:
-            if self._input is not None:
-                out = self._input[chunk.tokens]
-                self._input_gradient(chunk.gradient, out)
+            gradient = _with_zeros(chunk.gradient)
+            if self._room is not None:
+                self._input_gradient(*self._whole(chunk, gradient))
                 if chunk.factor is not None:
+                    out = self._room[chunk.tokens]
                     self._steps.scale_rows(out, chunk.factor, out)
             if self._needs[2]:
                 assert chunk.factor is None, "a factor never meets the elements that are summed here"
                 found = chunk.gradient.sum(1, dtype=head.wide)
                 self._bias = found if self._bias is None else self._bias.add_(found)
-        if self.total is not None and self._needs[1]:
+            if self._needs[1]:
+                pairs.append((gradient, self._states(chunk, gradient.shape[1])))
+        if self.total is not None and pairs:
             rows = self._plan.rows(chunks[0].gradient.shape[1])
-            pairs = [(chunk.gradient, self._states(chunk)) for chunk in chunks]
             self._steps.accumulate(
                 self.total, pairs, head.dtype, first=self._first, rows=rows, inside=inside, once=once
             )
         self._first = False
 
-    def _states(self, chunk: Chunk) -> Tensor:
+    def _whole(self, chunk: Chunk, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits' gradient and the room of grad_input: of the last tokens, also that of columns of zeros."""
+        assert self._room is not None
+        start, stop = chunk.tokens.start, chunk.tokens.stop
+        whole = start + gradient.shape[1]
+        if stop == self._head.input.shape[0] and whole <= self._room.shape[0]:
+            return gradient, self._room[start:whole]
+        return chunk.gradient, self._room[start:stop]
+
+    def _states(self, chunk: Chunk, count: int) -> Tensor:
+        """[count, H]: the states of these tokens, times their factors; rows of zeros follow."""
         head = self._head
         states, factor = head.input[chunk.tokens], chunk.factor
         if factor is None and head.counts is not None:
             factor = head.counts[chunk.tokens]
-        return states if factor is None else self._steps.scale_rows(states.to(head.dtype), factor)
+        if factor is None:
+            return zeros_after(states, count)
+        tokens, hidden = states.shape
+        found = torch.empty((count, hidden), dtype=head.dtype, device=states.device)
+        self._steps.scale_rows(states.to(head.dtype), factor, found[:tokens])
+        if tokens < count:
+            found[tokens:].zero_()
+        return found
 
     def _input_gradient(self, logit_gradient: Tensor, out: Tensor) -> None:
         head = self._head
@@ -212,4 +247,7 @@ class Gradients:
     def result(self) -> tuple[Tensor | None, ...]:
         """Gradients of input, weight and bias in their dtypes, None where not needed."""
         weight = None if self.total is None or not self._needs[1] else self.total.to(self._dtypes[1])
-        return (self._input, weight, None if self._bias is None else self._bias.to(self._dtypes[2]))
+        found, shape = self._room, self._head.input.shape
+        if found is not None and found.shape != shape:
+            found = alone(found, shape)
+        return (found, weight, None if self._bias is None else self._bias.to(self._dtypes[2]))

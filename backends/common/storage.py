@@ -16,7 +16,7 @@ large as the one before, but never smaller than the excess.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
@@ -26,6 +26,7 @@ from headmux.devices import multiprocessors
 
 _ALIGNED = 16  # elements: 32 bytes of a 16-bit dtype, and what Triton's vector loads ask of a stride
 _BYTES = 128
+_FEW = 64
 _TILE = (128, 256)  # rows and columns of a tile of a matrix product
 _LAUNCH = 1 / 16  # what a product costs beside its tiles, in waves of them
 
@@ -62,9 +63,13 @@ def workspace(
     end = max(vocabulary * wide, start + vocabulary * narrow)
     storage = like.new_empty(-(-end // _BYTES) * _BYTES // dtype.itemsize, dtype=dtype)
     inside = storage.view(held).as_strided((vocabulary, tokens), (stride, 1), start // held.itemsize)
-    # not a view of the storage: autograd would treat it as one
-    total = storage.new_empty(0).set_(storage.untyped_storage(), 0, (vocabulary, hidden), (hidden, 1))
-    return total, inside
+    return alone(storage, shape), inside
+
+
+def alone(storage: Tensor, shape: Sequence[int]) -> Tensor:
+    """The first elements of a tensor's storage, which is not a view of it: autograd would treat it as one."""
+    rows, columns = shape
+    return storage.new_empty(0).set_(storage.untyped_storage(), 0, (rows, columns), (columns, 1))
 
 
 def blocks(total: Tensor, inside: Tensor, most: int | None = None) -> Iterator[slice]:
@@ -112,6 +117,20 @@ def apart(total: Tensor, inside: Tensor, rows: int) -> bool:
 def padded(columns: int) -> int:
     """Row stride of a temporary of so many columns: GEMMs are several times slower where rows are not aligned."""
     return -(-columns // _ALIGNED) * _ALIGNED
+
+
+def places(rows: Tensor) -> int:
+    """How many columns each of the rows of a temporary has places for: as many as it has columns, or padded ones."""
+    columns = padded(rows.shape[1])
+    return columns if rows.stride(0) >= columns else rows.shape[1]
+
+
+def spread(rows: Tensor) -> Tensor:
+    """The same rows with all their places, but if they are few: a product of no whole vectors of columns is several
+    times slower, but takes no longer than its other operand does to be read.
+    """
+    columns = places(rows) if rows.shape[1] >= _FEW else rows.shape[1]
+    return rows if columns == rows.shape[1] else rows.as_strided((rows.shape[0], columns), rows.stride())
 
 
 def rows_of(flat: Tensor, rows: int, columns: int) -> Tensor:

@@ -15,7 +15,7 @@ from headmux.backends.common.head import Head
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.plan import Plan
 from headmux.backends.common.softmax import Coefficients, Statistics, Wanted
-from headmux.backends.common.storage import padded
+from headmux.backends.common.storage import places, spread
 from headmux.backends.triton import kernels
 from headmux.backends.triton.tuning import INTERPRETED, MOST_REGISTERS, Cut, cdiv, next_power_of_2, tuning
 from headmux.contract import Upstream
@@ -71,7 +71,8 @@ def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Te
 
 def raw_logits(head: Head, tokens: slice, out: Tensor, plan: Plan) -> None:
     """``input @ weight.T`` of these tokens, [V, n], divided by ``unit``."""
-    right = head.right(tokens)
+    out = spread(out)
+    right = head.right(tokens, out.shape[1])
     alpha = 1.0 / unit(out.dtype)
     if is_native(head.dtype, out.device) and head.weight.dtype == head.dtype:
         if out.dtype != head.dtype:
@@ -155,12 +156,12 @@ def exponentials(raw: Tensor, transform: Transform, labels: Labels, dots: Tensor
     tiles = {"EVEN": cut.even, "R": cut.height, "BN": cut.width, "num_warps": cut.warps, "maxnreg": MOST_REGISTERS}
     with on_device(device):
         kernels.exponentiate[(cut.programs,)](
-            raw, raw.stride(0), count, _places(raw), vocabulary, labels.index, labels.valid, dots, t.bias, t.divisors,
+            raw, raw.stride(0), count, places(raw), vocabulary, labels.index, labels.valid, dots, t.bias, t.divisors,
             t.scale, t.inverse, partials, cut.rows, cut.parts, **tiles,
         )  # fmt: skip
         _combine(raw, t, cut, partials, found, labels, dots, None, None, EXPONENTIALS=True, **_NOTHING_ELSE)
         kernels.settle[(cut.programs,)](
-            raw, raw.stride(0), count, _places(raw), vocabulary, labels.index, partials, found, cut.rows, cut.parts,
+            raw, raw.stride(0), count, places(raw), vocabulary, labels.index, partials, found, cut.rows, cut.parts,
             **tiles,
         )  # fmt: skip
     lse, target_logit, *_, factors = found.unbind(0)
@@ -180,7 +181,7 @@ def to_gradient(
     t, cut = transform, tuning(raw.device).gradient.cut(raw)
     with on_device(raw.device):
         kernels.to_gradient[(cut.programs,)](
-            raw, raw.stride(0), count, _places(raw), vocabulary, labels.index, labels.valid,
+            raw, raw.stride(0), count, places(raw), vocabulary, labels.index, labels.valid,
             t.bias, t.divisors, weights, unit(raw.dtype), t.scale, t.softcap, t.inverse,
             dots, rest_lse, by.softmax.contiguous(), by.label.contiguous(), by.entropy, by.smoothing, cut.rows,
             EVEN=cut.even, R=cut.height, BN=cut.width, STAGES=cut.stages, num_warps=cut.warps, maxnreg=MOST_REGISTERS,
@@ -216,7 +217,7 @@ def diverge(
     partials = torch.empty((of_teacher + of_student, cut.parts, count), dtype=torch.float32, device=device)
     with on_device(device):
         kernels.diverge[(cut.programs,)](
-            student.raw, teacher.raw, student.raw.stride(0), count, _places(student.raw), vocabulary, valid,
+            student.raw, teacher.raw, student.raw.stride(0), count, places(student.raw), vocabulary, valid,
             q.bias, q.scale, q.softcap, p.bias, p.scale, p.softcap, q.inverse, student.lse, teacher.lse,
             beta if 0.0 < beta < 1.0 else None, None if into is None else upstream, kl, into,
             0 if into is None else into.stride(0), partials, cut.rows, cut.parts,
@@ -226,19 +227,13 @@ def diverge(
     return partials.sum(1)
 
 
-def _places(raw: Tensor) -> int:
-    """How many tokens each row has places for, of [V, n] from ``headmux.backends.common.storage``."""
-    count, places = raw.shape[1], padded(raw.shape[1])
-    return places if raw.stride(0) >= places else count
-
-
 def _look(
     raw: Tensor, t: Transform, cut: Cut, partials: Tensor, left_out: Tensor | None, weights: Tensor | None,
     **keywords: bool,
 ) -> None:  # fmt: skip
     vocabulary, count = raw.shape
     kernels.look[(cut.programs,)](
-        raw, raw.stride(0), count, _places(raw), vocabulary, left_out, t.bias, t.divisors, weights,
+        raw, raw.stride(0), count, places(raw), vocabulary, left_out, t.bias, t.divisors, weights,
         unit(raw.dtype), t.scale, t.softcap, t.inverse, partials, cut.rows, cut.parts,
         **keywords, EVEN=cut.even, R=cut.height, BN=cut.width, STAGES=cut.stages, num_warps=cut.warps,
         maxnreg=MOST_REGISTERS,

@@ -60,6 +60,7 @@ import torch
 from headmux.backends.common.head import Head
 from headmux.backends.common.labels import Labels
 from headmux.backends.common.softmax import Coefficients, Wanted
+from headmux.backends.common import storage
 from headmux.backends.common.storage import padded, rows_of
 from headmux.backends.triton import launch
 from headmux.backends.triton.launch import Side, Transform
@@ -75,10 +76,10 @@ ones = torch.ones(n)
 def rows(values, poison):
     if poison is None:
         found = values.contiguous()
-        assert launch._places(found) == 37
+        assert storage.places(found) == 37
         return found.clone()
     found = rows_of(torch.full((v * padded(n),), poison, dtype=values.dtype), v, n)
-    assert launch._places(found) == 48
+    assert storage.places(found) == 48
     return found.copy_(values)
 
 
