@@ -152,6 +152,9 @@ PRESETS = {
     "seeds": Preset(_SEEDS, "bfloat16", 12.0, "the published shapes; torch.compile at 4096 tokens only"),
     "models": Preset(_every(Part(_MODELS)), "bfloat16", 8.0, "heads of real models at 4096 tokens"),
     "variants": Preset(_VARIANTS, "bfloat16", 8.0, "other upstreams, ignored tokens and trained data at 4096 tokens"),
+    "packed": Preset(
+        _every(Part((Shape(3001, 4096, 128256),))), "bfloat16", 8.0, "3001 tokens, a prime: packing leaves any number"
+    ),
     "fp32": Preset(_every(Part((_SMALL[0], *_MEDIUM))), "float32", 15.0, "fp32 inputs"),
     "quick": Preset(
         _every(Part((Shape(128, 64, 1000), Shape(256, 64, 1000)))), "float32", 1.0, "tiny, under a minute on a CPU",

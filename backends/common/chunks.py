@@ -67,12 +67,16 @@ class Chunks:
         shape, rows = (self.plan.vocabulary, self._hidden), self.plan.rows(self.inside)
         return workspace(self._head.weight, shape, self._total_dtype, self.inside, self._held_dtype, rows)
 
-    def outside(self, first: int = 0) -> Iterator[Place]:
-        """Chunks of the tokens from ``first`` on, each with its place in one buffer, which is made when asked for."""
-        count = self._tokens - first
+    def outside(self, first: int = 0, prefer: int | None = None) -> Iterator[Place]:
+        """Chunks of the tokens from ``first`` on, each with its place in one buffer, which is made when asked for.
+
+        They are as few and as even as can be, or of ``prefer`` tokens where the buffer has room for one of those, but
+        neither for two nor for all.
+        """
+        count, room = self._tokens - first, self.plan.room
         if not count:
             return
-        chunk = even(count, self.plan.chunk)
+        chunk = prefer if prefer and prefer <= room < min(2 * prefer, count) else even(count, self.plan.chunk)
         buffer = self._head.input.new_empty(self.plan.vocabulary * padded(chunk), dtype=self._held_dtype)
         for piece in pieces(count, chunk):
             size = piece.stop - piece.start

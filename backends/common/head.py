@@ -14,7 +14,7 @@ from torch import Tensor
 
 from headmux.backends.common.gemm import accumulate, is_native, operand, product, wide_dtype
 from headmux.backends.common.plan import Plan
-from headmux.backends.common.storage import alone, padded, rows_of, spread
+from headmux.backends.common.storage import alone, rows_of, spread, vectors
 
 MASKED = -1e30
 """Stands for a bias of -inf, which masks a class, so that differences of masked logits are 0 and not NaN."""
@@ -54,9 +54,9 @@ class Head:
         """Whether GEMM operands are copied to a wider dtype first."""
         return not is_native(self.dtype, self.weight.device) or self.weight.dtype != self.dtype
 
-    def right(self, tokens: slice, count: int = 0) -> Tensor:
-        """The [H, n] operand of these tokens, for ``logits``, with columns of zeros if ``count`` is more than n."""
-        return zeros_after(operand(self.input[tokens], self.dtype), count).t()
+    def right(self, tokens: slice) -> Tensor:
+        """The operand of these tokens, [H, vectors(n)], whose other columns are zeros."""
+        return zeros_after(operand(self.input[tokens], self.dtype), vectors(tokens.stop - tokens.start)).t()
 
     def divisor(self, tokens: slice) -> float | Tensor:
         """The temperature of these tokens."""
@@ -65,11 +65,10 @@ class Head:
     def logits(self, weight: Tensor, rows: slice, tokens: slice, right: Tensor, out: Tensor) -> Tensor:
         """Transformed wide logits of a block, [rows, tokens], in the flat ``out``, with padded rows.
 
-        ``weight`` is the block of the weight at ``rows``.
+        ``weight`` is the block of the weight at ``rows``, ``right`` what the method of that name returns.
         """
-        count = weight.shape[0]
-        z = rows_of(out, count, right.shape[1])
-        product(operand(weight, self.dtype), right, out=z)
+        z = rows_of(out, weight.shape[0], tokens.stop - tokens.start)
+        product(operand(weight, self.dtype), right, out=spread(z))
         if self.bias is not None:
             z += self.bias[rows, None].to(self.wide).clamp(min=MASKED)
         if self.softcap is not None:
@@ -165,7 +164,7 @@ class Gradients:
         self._head, self._needs, self._dtypes, self._plan, self._steps = head, needs, dtypes, plan, steps
         self.total = total
         tokens, hidden = head.input.shape
-        self._room = head.input.new_empty((padded(tokens), hidden), dtype=dtypes[0]) if needs[0] else None
+        self._room = head.input.new_empty((vectors(tokens), hidden), dtype=dtypes[0]) if needs[0] else None
         self._bias: Tensor | None = None
         self._first = True
 

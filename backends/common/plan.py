@@ -17,6 +17,7 @@ _LEAST_ROWS = 64
 _STATISTICS_BYTES = 24
 # tokens of whole tiles of a matrix product, or at least of half its smallest: a part of a tile takes as long as a whole
 _CHUNK_UNITS = (256, 128, 64)
+_ALIGNED = 16  # tokens, as rows of temporaries are padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Plan:
         row: Bytes of a widened weight row, 0 if rows are used as they are.
         wide: Bytes of a wide logit.
         tokens: Most tokens of a block.
-        chunk: Most tokens whose logits are held whole, over the vocabulary, outside grad_weight.
+        room: Most tokens whose logits can be held whole, over the vocabulary, outside grad_weight.
+        chunk: Of those, as many as make whole tiles of a matrix product.
         vocabulary: V.
     """
 
@@ -36,6 +38,7 @@ class Plan:
     row: int
     wide: int
     tokens: int
+    room: int
     chunk: int
     vocabulary: int
 
@@ -84,10 +87,11 @@ def plan(
     # fewer tokens make blocks of more rows: the statistics of all blocks stay under a quarter of the budget
     most = max(1, min(most, math.isqrt(budget * block // (4 * wide_bytes * _STATISTICS_BYTES * vocabulary))))
     left = max(0, budget - copies * block)
-    chunk = _rounded(max(1, left // (vocabulary * held_bytes)), 16)  # as rows of a buffer are padded
-    if chunk < tokens:
-        chunk = _rounded(chunk, _CHUNK_UNITS[0] if chunk >= _CHUNK_UNITS[0] else _CHUNK_UNITS[-1])
-    return Plan(block, hidden * wide_bytes if widened else 0, wide_bytes, most, min(tokens, chunk), vocabulary)
+    room = min(tokens, max(_ALIGNED, _rounded(left // (vocabulary * held_bytes), _ALIGNED)))
+    chunk = room
+    if room < tokens:
+        chunk = _rounded(room, _CHUNK_UNITS[0] if room >= _CHUNK_UNITS[0] else _CHUNK_UNITS[-1])
+    return Plan(block, hidden * wide_bytes if widened else 0, wide_bytes, most, room, chunk, vocabulary)
 
 
 def pieces(total: int, size: int) -> Iterator[slice]:
@@ -97,12 +101,12 @@ def pieces(total: int, size: int) -> Iterator[slice]:
 
 
 def even(total: int, most: int) -> int:
-    """The size of as few pieces of at most ``most`` as can be, as even as whole tiles allow."""
+    """The size of as few pieces of at most ``most`` as can be, as even as whole tiles, or else padded rows, allow."""
     if total <= most:
         return max(1, total)
     size = -(-total // -(-total // most))
-    rounded = (-(-size // unit) * unit for unit in _CHUNK_UNITS)
-    return next((found for found in rounded if found <= most), size)
+    rounded = (-(-size // unit) * unit for unit in (*_CHUNK_UNITS, _ALIGNED))
+    return next((found for found in rounded if found <= most), _rounded(most, _ALIGNED))
 
 
 def _rounded(value: int, unit: int) -> int:

@@ -76,12 +76,14 @@ class Softmax(ABC):
     """The softmax of a head's logits, for one call.
 
     A backend's subclass holds the logits of a chunk of tokens in a form of its own, [V, n], of dtype ``held_dtype``.
+    Where they are only looked at, and more than one chunk of them, it may prefer chunks of ``looked_at`` tokens.
     """
 
     held_dtype: torch.dtype
     block_dtype: torch.dtype
     copies: int
     block_bytes: int | None = None
+    looked_at: int | None = None
     steps = Steps()
 
     def __init__(
@@ -150,7 +152,7 @@ class Softmax(ABC):
 
     def statistics(self) -> Statistics:
         """Statistics of every token, nothing kept."""
-        return self.survey(slice(0, self.tokens), self.places.outside())
+        return self.survey(slice(0, self.tokens), self.places.outside(prefer=self.looked_at))
 
     def keep(self) -> Statistics:
         """Statistics of every token. Logits stay inside the future grad_weight and, of the last tokens that do not fit

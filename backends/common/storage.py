@@ -25,8 +25,8 @@ from torch import Tensor
 from headmux.devices import multiprocessors
 
 _ALIGNED = 16  # elements: 32 bytes of a 16-bit dtype, and what Triton's vector loads ask of a stride
+_VECTOR = 8  # elements: 16 bytes of a 16-bit dtype, which matrix products load at once
 _BYTES = 128
-_FEW = 64
 _TILE = (128, 256)  # rows and columns of a tile of a matrix product
 _LAUNCH = 1 / 16  # what a product costs beside its tiles, in waves of them
 
@@ -119,6 +119,11 @@ def padded(columns: int) -> int:
     return -(-columns // _ALIGNED) * _ALIGNED
 
 
+def vectors(columns: int) -> int:
+    """How many columns a product takes in place of so many: of no whole vectors, it would be several times slower."""
+    return -(-columns // _VECTOR) * _VECTOR
+
+
 def places(rows: Tensor) -> int:
     """How many columns each of the rows of a temporary has places for: as many as it has columns, or padded ones."""
     columns = padded(rows.shape[1])
@@ -126,11 +131,11 @@ def places(rows: Tensor) -> int:
 
 
 def spread(rows: Tensor) -> Tensor:
-    """The same rows with all their places, but if they are few: a product of no whole vectors of columns is several
-    times slower, but takes no longer than its other operand does to be read.
-    """
-    columns = places(rows) if rows.shape[1] >= _FEW else rows.shape[1]
-    return rows if columns == rows.shape[1] else rows.as_strided((rows.shape[0], columns), rows.stride())
+    """The rows of a temporary with as many of their places as a product takes."""
+    columns = vectors(rows.shape[1])
+    if columns == rows.shape[1] or columns > rows.stride(0):
+        return rows
+    return rows.as_strided((rows.shape[0], columns), rows.stride())
 
 
 def rows_of(flat: Tensor, rows: int, columns: int) -> Tensor:

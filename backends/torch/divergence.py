@@ -62,8 +62,7 @@ class TorchDivergence(Divergence):
 
         A logsumexp in one number is rounded to an ulp of the largest logit, which may be more than a divergence.
         """
-        right = head.right(tokens)
-        count = right.shape[1]
+        right, count = head.right(tokens), tokens.stop - tokens.start
         z = rows_of(flat, self.vocabulary, count)
         blocks = list(self.plan.blocks(count))
         tops = []

@@ -54,8 +54,7 @@ class TorchSoftmax(Softmax):
     def _look_at(self, tokens: slice, rows_per_block: int, held: Tensor | None) -> tuple[Statistics, Tensor]:
         head, wanted = self.head, self.wanted
         labels = self.labels[tokens]
-        right = head.right(tokens)
-        count = right.shape[1]
+        right, count = head.right(tokens), tokens.stop - tokens.start
         blocks = list(pieces(self.vocabulary, rows_per_block))
 
         def per_block() -> Tensor:

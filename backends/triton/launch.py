@@ -72,7 +72,7 @@ def scale_rows(states: Tensor, factors: Tensor, out: Tensor | None = None) -> Te
 def raw_logits(head: Head, tokens: slice, out: Tensor, plan: Plan) -> None:
     """``input @ weight.T`` of these tokens, [V, n], divided by ``unit``."""
     out = spread(out)
-    right = head.right(tokens, out.shape[1])
+    right = head.right(tokens)[:, : out.shape[1]]
     alpha = 1.0 / unit(out.dtype)
     if is_native(head.dtype, out.device) and head.weight.dtype == head.dtype:
         if out.dtype != head.dtype:

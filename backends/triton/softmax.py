@@ -30,7 +30,7 @@ from headmux.backends.triton.launch import (
     statistics,
     to_gradient,
 )
-from headmux.backends.triton.tuning import BLOCK
+from headmux.backends.triton.tuning import BLOCK, LOOKED_AT
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class TritonSoftmax(Softmax):
         self.hold_as_operands()
         if self.held_dtype.itemsize == 2:
             self.block_bytes = BLOCK
+            self.looked_at = LOOKED_AT
 
     def survey(self, tokens: slice, places: Iterator[Place]) -> Statistics:
         """One chunk's logits at a time."""

@@ -12,8 +12,9 @@ import torch
 import headmux
 from headmux import get_op
 from headmux.backends.common.budget import MIB, VARIABLE, budget, budget_bytes, budget_for, current
-from headmux.backends.common.head import Head
-from headmux.backends.common.plan import pieces, plan
+from headmux.backends.common.chunks import Chunks
+from headmux.backends.common.head import Head, Steps
+from headmux.backends.common.plan import Plan, even, pieces, plan
 
 COPIES = 3
 SHAPES = list(
@@ -25,7 +26,7 @@ SHAPES = list(
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("widened", [False, True])
 def test_plans_keep_to_the_budget(mb: float, device: str, widened: bool) -> None:
-    """But for the least that can be held: one row of one token's block, one token's logits."""
+    """But for the least that can be held: one row of one token's block, the places of a row of logits."""
     with budget(mb):
         for (tokens, vocabulary, hidden), wide, held in itertools.product(SHAPES, (4, 8), (2, 4)):
             p = plan(
@@ -39,13 +40,14 @@ def test_plans_keep_to_the_budget(mb: float, device: str, widened: bool) -> None
             rows = p.rows(most)
             block = rows * (most * wide + (hidden * wide if widened else 0))
             least_block = most * wide + (hidden * wide if widened else 0)
-            chunk = p.chunk * vocabulary * held
+            room = p.room * vocabulary * held
             assert 1 <= p.tokens <= max(1, tokens)
             assert 1 <= rows <= vocabulary
-            assert 1 <= p.chunk <= tokens
+            assert 1 <= p.chunk <= p.room <= tokens
+            assert p.chunk % 64 == 0 or p.chunk == tokens or p.room < 64
             limit = mb * MIB
             blocks = COPIES * (block if block > least_block else 0)
-            assert blocks + (chunk if p.chunk > 1 else 0) <= limit, (tokens, vocabulary, hidden, p)
+            assert blocks + (room if p.room > 16 else 0) <= limit, (tokens, vocabulary, hidden, p)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", "xpu"])
@@ -73,6 +75,40 @@ def test_pieces(total: int, size: int) -> None:
     found = list(pieces(total, size))
     assert [i for s in found for i in range(s.start, s.stop)] == list(range(total))
     assert all(0 < s.stop - s.start <= size for s in found)
+
+
+@pytest.mark.parametrize("total", [1, 15, 16, 100, 410, 1000, 4095, 4096])
+@pytest.mark.parametrize("most", [1, 15, 16, 24, 48, 100, 448, 512, 1024, 5000])
+def test_even_pieces(total: int, most: int) -> None:
+    """Whole rows of places, but for the last piece or where not even one fits."""
+    size = even(total, most)
+    assert 1 <= size <= max(most, 1)
+    if total <= most:
+        assert size == total
+    elif most >= 16:
+        assert size % 16 == 0
+        assert -(-total // size) <= -(-total // (most - most % 16))
+
+
+@pytest.mark.parametrize(
+    ("count", "room", "expected"),
+    [
+        (4096, 1040, [832, 832, 832, 832, 768]),
+        (2000, 832, [832, 832, 336]),
+        (1040, 1040, [1040]),  # all
+        (4096, 1664, [1536, 1536, 1024]),  # two
+        (2048, 816, [768, 768, 512]),  # none
+    ],
+)
+def test_chunks_that_are_only_looked_at(count: int, room: int, expected: list[int]) -> None:
+    chunk = room if room >= count else room - room % 256
+    cut = Plan(block=1, row=0, wide=4, tokens=8, room=room, chunk=chunk, vocabulary=3)
+    head = Head(torch.zeros(count, 8), torch.zeros(3, 8), None, torch.float32, 1.0, None, 1.0)
+    chunks = Chunks(head, (False,) * 3, (torch.float32,) * 3, None, torch.float32, cut, Steps())
+    found = list(chunks.outside(prefer=832))
+    assert [s.stop - s.start for s, _ in found] == expected
+    assert [s.start for s, _ in found] == [0, *itertools.accumulate(expected)][:-1]
+    assert all(held.shape == (3, s.stop - s.start) for s, held in found)
 
 
 def test_defaults() -> None:
