@@ -32,7 +32,7 @@ class Chunks:
     """Places for the tokens of one call.
 
     Attributes:
-        plan: Its ``chunk`` is how many tokens the buffer holds at most.
+        plan: Its ``room`` is how many tokens the buffer holds at most.
         inside: How many tokens, from the first on, are held inside grad_weight.
     """
 
@@ -57,7 +57,7 @@ class Chunks:
             # An fp32 sum takes V * H * 4 bytes. Where the logits beyond the first H tokens are no more than that, they
             # are held instead, and everything is added up at once; else the sum's storage holds 2 H tokens.
             if current() is None and rest * held_dtype.itemsize <= self._hidden * head.wide.itemsize:
-                self.plan = replace(plan, chunk=rest)
+                self.plan = replace(plan, room=rest, chunk=rest)
             elif rest > plan.chunk:
                 self._total_dtype = head.wide
                 self.inside = self._room()
@@ -71,12 +71,14 @@ class Chunks:
         """Chunks of the tokens from ``first`` on, each with its place in one buffer, which is made when asked for.
 
         They are as few and as even as can be, or of ``prefer`` tokens where the buffer has room for one of those, but
-        neither for two nor for all.
+        neither for two nor for all, and the last is no small rest.
         """
         count, room = self._tokens - first, self.plan.room
         if not count:
             return
-        chunk = prefer if prefer and prefer <= room < min(2 * prefer, count) else even(count, self.plan.chunk)
+        chunk = even(count, self.plan.chunk)
+        if prefer and prefer <= room < min(2 * prefer, count) and not 0 < count % prefer < prefer // 3:
+            chunk = prefer
         buffer = self._head.input.new_empty(self.plan.vocabulary * padded(chunk), dtype=self._held_dtype)
         for piece in pieces(count, chunk):
             size = piece.stop - piece.start

@@ -56,7 +56,8 @@ class Head:
 
     def right(self, tokens: slice) -> Tensor:
         """The operand of these tokens, [H, vectors(n)], whose other columns are zeros."""
-        return zeros_after(operand(self.input[tokens], self.dtype), vectors(tokens.stop - tokens.start)).t()
+        states = operand(self.input[tokens], self.dtype)
+        return zeros_after(states, vectors(states.shape[0], states.device)).t()
 
     def divisor(self, tokens: slice) -> float | Tensor:
         """The temperature of these tokens."""
@@ -164,7 +165,9 @@ class Gradients:
         self._head, self._needs, self._dtypes, self._plan, self._steps = head, needs, dtypes, plan, steps
         self.total = total
         tokens, hidden = head.input.shape
-        self._room = head.input.new_empty((vectors(tokens), hidden), dtype=dtypes[0]) if needs[0] else None
+        self._room: Tensor | None = None
+        if needs[0]:
+            self._room = head.input.new_empty((vectors(tokens, head.input.device), hidden), dtype=dtypes[0])
         self._bias: Tensor | None = None
         self._first = True
 
@@ -208,14 +211,14 @@ class Gradients:
     def _states(self, chunk: Chunk, count: int) -> Tensor:
         """[count, H]: the states of these tokens, times their factors; rows of zeros follow."""
         head = self._head
-        states, factor = head.input[chunk.tokens], chunk.factor
+        states, factor = head.input[chunk.tokens].to(head.dtype), chunk.factor
         if factor is None and head.counts is not None:
             factor = head.counts[chunk.tokens]
         if factor is None:
             return zeros_after(states, count)
         tokens, hidden = states.shape
-        found = torch.empty((count, hidden), dtype=head.dtype, device=states.device)
-        self._steps.scale_rows(states.to(head.dtype), factor, found[:tokens])
+        found = states.new_empty(count, hidden)
+        self._steps.scale_rows(states, factor, found[:tokens])
         if tokens < count:
             found[tokens:].zero_()
         return found

@@ -100,8 +100,8 @@ class Divergence(ABC):
             places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, self.plan, self.steps)
             if places.inside < self.tokens:
                 # half of the pairs' room holds gradients that do not fit inside grad_weight: fewer, larger sums
-                held = self._beyond * 2 * self.wide.itemsize // dtype.itemsize
-                cut = replace(self.plan, chunk=min(self.tokens, held))
+                held = min(self.tokens, self._beyond * 2 * self.wide.itemsize // dtype.itemsize)
+                cut = replace(self.plan, room=held, chunk=held)
                 places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut, self.steps)
             fill = self._fill(places.inside, upstream, losses)
         gradients = None if places is None else places.gradients(fill, args.needs)

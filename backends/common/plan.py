@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headmux.backends.common.budget import MIB, budget_for
+from headmux.backends.common.storage import ALIGNED
 
 # Largest block of wide logits [rows, tokens] in bytes, and most tokens of one. On a CPU a block stays in the
 # second-level cache between passes; on a GPU fewer blocks mean fewer launches, and 2048 rows keep cuBLAS at full rate.
@@ -17,7 +18,6 @@ _LEAST_ROWS = 64
 _STATISTICS_BYTES = 24
 # tokens of whole tiles of a matrix product, or at least of half its smallest: a part of a tile takes as long as a whole
 _CHUNK_UNITS = (256, 128, 64)
-_ALIGNED = 16  # tokens, as rows of temporaries are padded
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ def plan(
     # fewer tokens make blocks of more rows: the statistics of all blocks stay under a quarter of the budget
     most = max(1, min(most, math.isqrt(budget * block // (4 * wide_bytes * _STATISTICS_BYTES * vocabulary))))
     left = max(0, budget - copies * block)
-    room = min(tokens, max(_ALIGNED, _rounded(left // (vocabulary * held_bytes), _ALIGNED)))
+    room = min(tokens, max(ALIGNED, _rounded(left // (vocabulary * held_bytes), ALIGNED)))
     chunk = room
     if room < tokens:
         chunk = _rounded(room, _CHUNK_UNITS[0] if room >= _CHUNK_UNITS[0] else _CHUNK_UNITS[-1])
@@ -105,8 +105,8 @@ def even(total: int, most: int) -> int:
     if total <= most:
         return max(1, total)
     size = -(-total // -(-total // most))
-    rounded = (-(-size // unit) * unit for unit in (*_CHUNK_UNITS, _ALIGNED))
-    return next((found for found in rounded if found <= most), _rounded(most, _ALIGNED))
+    rounded = (-(-size // unit) * unit for unit in (*_CHUNK_UNITS, ALIGNED))
+    return next((found for found in rounded if found <= most), _rounded(most, ALIGNED))
 
 
 def _rounded(value: int, unit: int) -> int:

@@ -24,8 +24,11 @@ from torch import Tensor
 
 from headmux.devices import multiprocessors
 
-_ALIGNED = 16  # elements: 32 bytes of a 16-bit dtype, and what Triton's vector loads ask of a stride
-_VECTOR = 8  # elements: 16 bytes of a 16-bit dtype, which matrix products load at once
+ALIGNED = 16
+"""Elements: rows of temporaries are a multiple, 32 bytes of a 16-bit dtype, and what Triton's vector loads need."""
+
+_VECTOR = 8  # elements: 16 bytes of a 16-bit dtype, which a GPU's matrix products load at once
+_SINGLE = ("cpu",)  # kinds of devices that need no whole vectors
 _BYTES = 128
 _TILE = (128, 256)  # rows and columns of a tile of a matrix product
 _LAUNCH = 1 / 16  # what a product costs beside its tiles, in waves of them
@@ -116,12 +119,12 @@ def apart(total: Tensor, inside: Tensor, rows: int) -> bool:
 
 def padded(columns: int) -> int:
     """Row stride of a temporary of so many columns: GEMMs are several times slower where rows are not aligned."""
-    return -(-columns // _ALIGNED) * _ALIGNED
+    return -(-columns // ALIGNED) * ALIGNED
 
 
-def vectors(columns: int) -> int:
-    """How many columns a product takes in place of so many: of no whole vectors, it would be several times slower."""
-    return -(-columns // _VECTOR) * _VECTOR
+def vectors(columns: int, device: torch.device) -> int:
+    """How many columns a product takes in place of so many: on a GPU, any that are no whole vectors are slow."""
+    return columns if device.type in _SINGLE else -(-columns // _VECTOR) * _VECTOR
 
 
 def places(rows: Tensor) -> int:
@@ -132,7 +135,7 @@ def places(rows: Tensor) -> int:
 
 def spread(rows: Tensor) -> Tensor:
     """The rows of a temporary with as many of their places as a product takes."""
-    columns = vectors(rows.shape[1])
+    columns = vectors(rows.shape[1], rows.device)
     if columns == rows.shape[1] or columns > rows.stride(0):
         return rows
     return rows.as_strided((rows.shape[0], columns), rows.stride())

@@ -2,7 +2,7 @@
 them. A logit is ``_bits`` of its raw value: the head's transform, in units of log 2, so that a softmax needs ``exp2``.
 
 A tile is [rows, BN] with the tokens along a row of S: its rows stay within a thread, and so do all sums over them.
-A row has places for ``width`` tokens, n and up to 15 more. What is in those is nobody's, to be loaded and overwritten:
+A row has places for ``width`` tokens, n and up to 15 more. What is in those of S is nobody's, to be loaded and written:
 so no mask ends within a vector where n is not a multiple of 16, which would make single loads of it.
 
 Loads go to fp32 at once and stores round to nearest even in the interpreter too, whose own bf16 arithmetic is wrong and

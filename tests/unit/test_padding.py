@@ -1,4 +1,7 @@
-"""Tokens that are no multiple of 8: matrix products take zeros after them, which reach no result."""
+"""Tokens that are no multiple of 8: on a GPU, matrix products take zeros after them, which reach no result.
+
+Here a CPU stands in for it.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,20 @@ import torch
 from torch import Tensor
 
 from headmux import get_op
-from headmux.backends.common.storage import padded, places, rows_of, spread
+from headmux.backends.common import storage
+from headmux.backends.common.storage import padded, places, rows_of, spread, vectors
 
-# On a GPU a 16-bit product is up to eight times slower where one of its sizes that vectors lie along is no multiple of
+# A 16-bit product is up to eight times slower on a GPU where one of its sizes that vectors lie along is no multiple of
 # 8. Sizes of all products of a call are collected, with a gradient and without.
 PRODUCTS = """
 import sys
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from headmux import budget, get_op
+from headmux.backends.common import storage
 
 impl = sys.argv[1]
+storage._SINGLE = ()
 
 
 class Products(TorchDispatchMode):
@@ -72,6 +78,11 @@ def test_sizes_of_products(impl: str) -> None:
     assert done.stdout == "aligned\n", done.stderr[-2000:]
 
 
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_SINGLE", ())
+
+
 def call(op: str, tokens: int, dtype: torch.dtype) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 24, generator=generator).to(dtype).requires_grad_() for n in (tokens, 50))
@@ -80,6 +91,7 @@ def call(op: str, tokens: int, dtype: torch.dtype) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out.sum(), (x, w))]
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize("tokens", [1, 23, 24, 25, 39])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("op", ["flce", "jsd", "linear_logp"])
@@ -96,6 +108,7 @@ def test_what_lay_in_memory_reaches_no_result(op: str, dtype: torch.dtype, token
         assert torch.equal(a, b)
 
 
+@pytest.mark.usefixtures("as_on_gpu")
 def test_grad_input_is_a_tensor_of_its_own() -> None:
     """It has the storage of a few more rows, and is no view of it."""
     grad = call("flce", 23, torch.float32)[1]
@@ -105,6 +118,13 @@ def test_grad_input_is_a_tensor_of_its_own() -> None:
     assert grad.untyped_storage().nbytes() == 24 * 24 * 4
 
 
+def test_a_cpu_takes_the_tokens_that_there_are() -> None:
+    grad = call("flce", 23, torch.float32)[1]
+    assert grad.untyped_storage().nbytes() == 23 * 24 * 4
+    assert [vectors(23, torch.device(kind)) for kind in ("cpu", "cuda", "xpu")] == [23, 24, 24]
+
+
+@pytest.mark.usefixtures("as_on_gpu")
 @pytest.mark.parametrize(
     ("columns", "stride", "held", "multiplied"),
     [(1, 16, 16, 8), (17, 32, 32, 24), (25, 32, 32, 32), (32, 32, 32, 32), (20, 24, 20, 24), (20, 20, 20, 20)],

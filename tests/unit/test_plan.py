@@ -98,6 +98,8 @@ def test_even_pieces(total: int, most: int) -> None:
         (1040, 1040, [1040]),  # all
         (4096, 1664, [1536, 1536, 1024]),  # two
         (2048, 816, [768, 768, 512]),  # none
+        (1665, 1040, [1024, 641]),  # not even a third of a last one
+        (2048, 1040, [832, 832, 384]),
     ],
 )
 def test_chunks_that_are_only_looked_at(count: int, room: int, expected: list[int]) -> None:
