@@ -47,24 +47,28 @@ def capability(device: torch.device) -> tuple[int, int] | None:
     """CUDA compute capability of a device; None for other kinds, AMD GPUs among them."""
     if device.type != "cuda" or torch.version.hip is not None:
         return None
-    return _cuda_capability(torch.cuda.current_device() if device.index is None else device.index)
+    return _cuda_capability(_index(device))
 
 
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU of CUDA; 1 for other kinds of devices."""
     if device.type != "cuda":
         return 1
-    return _cuda_multiprocessors(torch.cuda.current_device() if device.index is None else device.index)
+    return _cuda_multiprocessors(_index(device))
 
 
-@functools.cache
-def _cuda_multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 @functools.cache
 def _cuda_capability(index: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def _cuda_multiprocessors(index: int) -> int:
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def inventory() -> Inventory:

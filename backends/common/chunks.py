@@ -9,7 +9,6 @@ small products cost more than the pass that they save.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from itertools import chain
 
 import torch
@@ -57,7 +56,7 @@ class Chunks:
             # An fp32 sum takes V * H * 4 bytes. Where the logits beyond the first H tokens are no more than that, they
             # are held instead, and everything is added up at once; else the sum's storage holds 2 H tokens.
             if current() is None and rest * held_dtype.itemsize <= self._hidden * head.wide.itemsize:
-                self.plan = replace(plan, room=rest, chunk=rest)
+                self.plan = plan.holding(rest)
             elif rest > plan.chunk:
                 self._total_dtype = head.wide
                 self.inside = self._room()

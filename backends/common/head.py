@@ -57,7 +57,7 @@ class Head:
     def right(self, tokens: slice) -> Tensor:
         """The operand of these tokens, [H, vectors(n)], whose other columns are zeros."""
         states = operand(self.input[tokens], self.dtype)
-        return zeros_after(states, vectors(states.shape[0], states.device)).t()
+        return _zeros_after(states, vectors(states.shape[0], states.device)).t()
 
     def divisor(self, tokens: slice) -> float | Tensor:
         """The temperature of these tokens."""
@@ -113,7 +113,7 @@ class Chunk:
     factor: Tensor | None = None
 
 
-def zeros_after(rows: Tensor, count: int) -> Tensor:
+def _zeros_after(rows: Tensor, count: int) -> Tensor:
     """The rows and, if they are fewer than ``count``, rows of zeros."""
     more = count - rows.shape[0]
     return torch.nn.functional.pad(rows, (0, 0, 0, more)) if more > 0 else rows
@@ -215,7 +215,7 @@ class Gradients:
         if factor is None and head.counts is not None:
             factor = head.counts[chunk.tokens]
         if factor is None:
-            return zeros_after(states, count)
+            return _zeros_after(states, count)
         tokens, hidden = states.shape
         found = states.new_empty(count, hidden)
         self._steps.scale_rows(states, factor, found[:tokens])

@@ -101,7 +101,7 @@ class Divergence(ABC):
             if places.inside < self.tokens:
                 # half of the pairs' room holds gradients that do not fit inside grad_weight: fewer, larger sums
                 held = min(self.tokens, self._beyond * 2 * self.wide.itemsize // dtype.itemsize)
-                cut = replace(self.plan, room=held, chunk=held)
+                cut = self.plan.holding(held)
                 places = Chunks(self.student, args.needs, dtypes, args.accum_dtype, dtype, cut, self.steps)
             fill = self._fill(places.inside, upstream, losses)
         gradients = None if places is None else places.gradients(fill, args.needs)

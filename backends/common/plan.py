@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from headmux.backends.common.budget import MIB, budget_for
 from headmux.backends.common.storage import ALIGNED
@@ -46,6 +46,10 @@ class Plan:
         """Vocabulary rows of a block of so many tokens (at most ``tokens`` of the plan are formed at once)."""
         per_row = min(tokens, self.tokens) * self.wide + self.row
         return _rounded(min(self.vocabulary, max(1, self.block // per_row)), _LEAST_ROWS)
+
+    def holding(self, tokens: int) -> Plan:
+        """The same, with room for so many tokens, in one chunk."""
+        return replace(self, room=tokens, chunk=tokens)
 
     def blocks(self, tokens: int) -> Iterator[slice]:
         """The blocks of vocabulary rows for so many tokens."""

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("triton")
+pytest.importorskip("triton", reason="Triton is not installed")
 
 CALLS = """
 import sys
